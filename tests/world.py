@@ -1,0 +1,123 @@
+"""A world of gloo processes on the CPU that runs one function on every rank.
+
+The processes start once and then serve many tests. A rank that raises, dies or falls silent fails
+the test by its number, and the world is replaced.
+"""
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# A fork server that has imported the slow modules once makes a new world cheap.
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.tensor.debug", "tests.preload"]
+)
+
+
+class RankError(AssertionError):
+    """A rank raised, died or gave no answer."""
+
+
+class World:
+    """``size`` processes that share one gloo group. Use as a context manager."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Call a module-level ``fn(*args)`` on every rank; return the results in rank order."""
+        job = pickle.dumps((fn, args))
+        for conn in self._conns:
+            conn.send_bytes(job)
+        return self._collect(timeout_s)
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="world-")
+        store = f"{self._folder.name}/store"  # a file, so no port can be taken
+        pipes = [_CONTEXT.Pipe() for _ in range(self.size)]
+        self._conns = [ours for ours, _ in pipes]
+        self._procs = [
+            _CONTEXT.Process(target=_serve, args=(k, self.size, store, theirs), daemon=True)
+            for k, (_, theirs) in enumerate(pipes)
+        ]
+        for proc in self._procs:
+            proc.start()
+        for _, theirs in pipes:
+            theirs.close()  # so that a dead rank reads as end of file
+        self._collect(timeout_s=120)
+
+    def _stop(self) -> None:
+        for proc in self._procs:
+            proc.kill()
+        for proc in self._procs:
+            proc.join()
+        for conn in self._conns:
+            conn.close()
+        self._folder.cleanup()
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        silent = {conn: k for k, conn in enumerate(self._conns)}
+        deadline = time.monotonic() + timeout_s
+        while silent:
+            ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(f"no answer from ranks {sorted(silent.values())} in {timeout_s:g} s")
+            for conn in ready:
+                k = silent.pop(conn)
+                try:
+                    raised, value = pickle.loads(conn.recv_bytes())
+                except EOFError:
+                    raised, value = True, "the process died"
+                if raised:
+                    self._fail(f"rank {k} of {self.size}: {value}")
+                results[k] = value
+        return [results[k] for k in range(self.size)]
+
+    def _fail(self, message: str) -> NoReturn:
+        self._stop()  # its peers may be waiting in a collective
+        self._start()
+        raise RankError(message)
+
+
+def _serve(rank: int, size: int, store: str, conn: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # transformers reads these when it builds its mesh; trl and accelerate when they start.
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    conn.send_bytes(pickle.dumps((False, None)))
+    while True:
+        fn, args = pickle.loads(conn.recv_bytes())
+        torch.manual_seed(1000 + rank)  # ranks that agree must do so by our doing, not by luck
+        try:
+            answer = (False, fn(*args))
+        except BaseException:  # pytest.fail and SystemExit are failures of the rank as well
+            answer = (True, traceback.format_exc())
+        conn.send_bytes(pickle.dumps(answer))

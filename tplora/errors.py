@@ -1,0 +1,62 @@
+"""Every error a user can cause, by the stage that finds it.
+
+One line each: where, what was found, what is needed, what to do.
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ArtifactError",
+    "DataError",
+    "LaunchError",
+    "PlanError",
+    "RecipeError",
+    "ShardError",
+    "SourceError",
+    "TploraError",
+    "TrainError",
+]
+
+
+class TploraError(Exception):
+    """A mistake that the person at the terminal can mend; the command line prints it without a traceback."""
+
+
+class RecipeError(TploraError):
+    """Everything that is wrong with a recipe, one line per problem.
+
+    Args:
+        problems: One line each: key path, what was found, what is needed, what to do.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PlanError(RecipeError):
+    """What cannot be exact at this tp_size, all of it, found before any weight is read."""
+
+
+class SourceError(TploraError):
+    """A model cannot be had from where the recipe says it is."""
+
+
+class ShardError(TploraError):
+    """A tensor on this rank is not the piece that the plan says it is."""
+
+
+class DataError(TploraError):
+    """The rows cannot be trained on."""
+
+
+class TrainError(TploraError):
+    """Training has to stop: a non-finite number, replicas that differ, ranks with different batches."""
+
+
+class ArtifactError(TploraError):
+    """A file of a run cannot be written, read or trusted."""
+
+
+class LaunchError(TploraError):
+    """The processes cannot be started as asked, or one of them failed."""

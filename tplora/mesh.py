@@ -1,0 +1,91 @@
+"""Processes and their device: the only reader of torchrun's environment.
+
+Axis names are transformers' own: ``tp`` inside a node, data axes across nodes.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tplora.errors import LaunchError
+
+__all__ = ["Processes", "current_processes", "join_process_group", "leave_process_group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """This process among its peers, as torchrun told it; one process alone when nothing was told."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    is_launched: bool
+    """Whether torchrun (or anything that sets its variables) started this process."""
+
+
+def current_processes() -> Processes:
+    """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, all or none of them.
+
+    Raises:
+        LaunchError: If only some are set, or one is not a number.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    if "RANK" not in found and "LOCAL_RANK" not in found:
+        return Processes(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, is_launched=False
+        )
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise LaunchError(
+            f"environment: {', '.join(found)} set but {', '.join(missing)} missing; "
+            "start with `tplora finetune` or torchrun, which set all four"
+        )
+    try:
+        rank, local_rank, world_size, local_world_size = (int(found[name]) for name in names)
+    except ValueError as error:
+        raise LaunchError(f"environment: {error}; torchrun sets whole numbers") from None
+    return Processes(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        is_launched=True,
+    )
+
+
+def join_process_group(processes: Processes, *, timeout_s: float = 600) -> torch.device:
+    """Join the world's process group, once, and return this process's device.
+
+    NCCL with one GPU a process where CUDA is there, else gloo on the CPU. One process alone joins
+    nothing.
+
+    Raises:
+        LaunchError: If this node has fewer GPUs than processes.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if processes.local_rank >= torch.cuda.device_count():
+            raise LaunchError(
+                f"local rank {processes.local_rank}: this node has {torch.cuda.device_count()} "
+                "GPUs; start one process per GPU"
+            )
+        device = torch.device("cuda", processes.local_rank)
+        torch.cuda.set_device(device)
+    if processes.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return device
+
+
+def leave_process_group() -> None:
+    """Leave the process group if this process is in one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
