@@ -1,0 +1,33 @@
+"""What a run does when the recipe leaves a key out and upstream's default would not do."""
+
+import dataclasses
+from typing import Any
+
+from tplora.recipe.schema import Recipe
+
+__all__ = ["fill_defaults"]
+
+
+def fill_defaults(recipe: Recipe) -> Recipe:
+    """The same recipe with every default of ours written into ``lora`` and ``train``.
+
+    - ``task_type`` is CAUSAL_LM; nothing else can be trained.
+    - ``save_strategy`` is "no": the adapter is saved at the end, and a run cannot be resumed yet.
+    - ``bf16`` is off: trl's default is autocast wherever fp16 is off, and it refuses to start on a
+      CPU. The base's dtype is ``model.dtype``.
+    - ``activation_checkpointing`` is on, as in trl, under the name that is not deprecated.
+    - Rows to evaluate on are evaluated on: before the first step and at the end of each epoch.
+    """
+    lora = {"task_type": "CAUSAL_LM", **recipe.lora}
+    train = {"save_strategy": "no", "bf16": False} | _rename_checkpointing(recipe.train)
+    train.setdefault("activation_checkpointing", True)
+    if recipe.data.eval is not None and "eval_strategy" not in train:
+        train = {"eval_strategy": "epoch", "eval_on_start": True} | train
+    return dataclasses.replace(recipe, lora=lora, train=train)
+
+
+def _rename_checkpointing(train: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key.replace("gradient_checkpointing", "activation_checkpointing"): value
+        for key, value in train.items()
+    }

@@ -1,0 +1,54 @@
+"""Keys that upstream knows and a recipe may not set, each with its reason and what to do instead.
+
+Refused by name rather than skipped: what was asked for is done exactly, or not at all.
+"""
+
+from collections.abc import Mapping
+
+__all__ = ["REFUSED", "REFUSED_TABLES"]
+
+_SIZES = "not supported yet; leave it out: processes that are not tensor-parallel are the next step"
+_QUANTIZED = "not supported yet: the base is held in `model.dtype`; leave it out"
+_OWN_MESH = "the mesh is built from [parallel]; leave it out"
+_PLAN = "the plan comes from the model's own tensor-parallel plan; leave it out"
+
+REFUSED_TABLES: Mapping[str, str] = {
+    "quantization": "not supported yet: the base is held in `model.dtype`; leave the table out",
+}
+
+REFUSED: Mapping[tuple[str, str], str] = {
+    (
+        "model",
+        "device_map",
+    ): "tensor parallelism places the weights itself, a slice on each rank; leave it out",
+    ("model", "max_memory"): "tensor parallelism places the weights itself; leave it out",
+    ("model", "quantization_config"): _QUANTIZED,
+    ("model", "load_in_4bit"): _QUANTIZED,
+    ("model", "load_in_8bit"): _QUANTIZED,
+    ("model", "torch_dtype"): "transformers calls it dtype; write `dtype`",
+    ("model", "tp_size"): "set it in [parallel]",
+    ("model", "tp_plan"): _PLAN,
+    ("model", "device_mesh"): _OWN_MESH,
+    ("model", "distributed_config"): _OWN_MESH,
+    ("model", "token"): "a recipe is no place for a secret; log in with the hub's own command",
+    ("parallel", "tp_plan"): _PLAN,
+    ("parallel", "ep_plan"): _PLAN,
+    ("parallel", "fsdp_plan"): _SIZES,
+    ("parallel", "fsdp_cpu_offload"): _SIZES,
+    ("parallel", "fsdp_mixed_precision"): _SIZES,
+    (
+        "parallel",
+        "enable_sequence_parallel",
+    ): "not supported yet: activations are replicated; leave it out",
+    (
+        "parallel",
+        "enable_expert_parallel",
+    ): "not supported yet: experts are not adapted; leave it out",
+    ("parallel", "ep_implementation"): "not supported yet: experts are not adapted; leave it out",
+    ("parallel", "pp_size"): _SIZES,
+    ("parallel", "ep_size"): _SIZES,
+    ("parallel", "cp_size"): _SIZES,
+    ("parallel", "sp_size"): _SIZES,
+    ("parallel", "dp_shard_size"): _SIZES,
+    ("parallel", "dp_size"): _SIZES,
+}

