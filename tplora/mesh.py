@@ -4,6 +4,7 @@ Axis names are transformers' own: ``tp`` inside a node, data axes across nodes.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 
 from tplora.errors import LaunchError
 
-__all__ = ["Processes", "current_processes", "join_process_group", "leave_process_group"]
+__all__ = [
+    "Processes",
+    "child_environment",
+    "current_processes",
+    "join_process_group",
+    "leave_process_group",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +43,7 @@ def current_processes() -> Processes:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if "RANK" not in found and "LOCAL_RANK" not in found:
-        return Processes(
-            rank=0, local_rank=0, world_size=1, local_world_size=1, is_launched=False
-        )
+        return Processes(rank=0, local_rank=0, world_size=1, local_world_size=1, is_launched=False)
     missing = [name for name in names if name not in found]
     if missing:
         raise LaunchError(
@@ -89,3 +94,25 @@ def leave_process_group() -> None:
     """Leave the process group if this process is in one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def child_environment(num_processes: int) -> dict[str, str]:
+    """What each of ``num_processes`` ranks on this machine gets, except what the user has set.
+
+    Its share of the cores, and libraries that keep their advice to themselves: with several ranks
+    every notice would come several times.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may resolve to nowhere
+    return {name: value for name, value in wanted.items() if name not in os.environ}

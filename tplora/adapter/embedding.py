@@ -1,0 +1,109 @@
+"""Forward of a frozen embedding plus its adapter on local shards.
+
+    # T tokens   V vocabulary   H hidden size   R LoRA rank r   P tp_size
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners import lora
+from torch import nn
+
+from tplora.adapter.factor import Factor
+from tplora.collectives import reduce_partial
+from tplora.plan.style import shard_range
+from tplora.upstream import local_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tplora.plan.build import LayerPlan
+
+__all__ = ["TploraEmbedding"]
+
+
+class TploraEmbedding(lora.Embedding):
+    """A frozen embedding, cut on the vocabulary or whole, with its adapter.
+
+        y = sum over ranks of  [t in shard] * ( W_k[t] + scaling * A_k[:, t]^T B^T )
+
+    A token outside this rank's part of the vocabulary contributes zero; the sum over ranks is the
+    lookup. B is replicated and its gradient partial. PEFT's embedding has no dropout on its input.
+
+    Shapes, per rank:
+        t      [T]        replicated  token ids
+        W      [V/P, H]   sharded     frozen
+        A      [R, V/P]   sharded
+        B      [H, R]     replicated
+        y      [T, H]     replicated
+
+    Communication: forward, one all-reduce of [T, H]; backward, none. None when W is whole.
+
+    Source: Shoeybi et al. 2019, section 3 (the vocabulary-parallel embedding).
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        *,
+        plan: LayerPlan,
+        mesh: DeviceMesh | None,
+        **kwargs: Any,
+    ) -> None:
+        self.plan = plan  # before PEFT, which asks for the sizes
+        super().__init__(base_layer, adapter_name, **kwargs)
+        self.mesh = mesh
+        self.factors: dict[str, tuple[Factor, Factor]] = {}
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        vocab_size, hidden_size = self.plan.weight.shape
+        return vocab_size, hidden_size
+
+    def make_factors(self, adapter_name: str, prefix: str) -> tuple[Factor, Factor]:
+        """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
+        a, b = (
+            Factor(f"{prefix}.{key}.{adapter_name}", (getattr(self, key), adapter_name), plan, self.mesh)
+            for key, plan in (("lora_embedding_A", self.plan.a), ("lora_embedding_B", self.plan.b))
+        )
+        self.factors[adapter_name] = (a, b)
+        return a, b
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Look tokens up in this rank's part of the vocabulary and sum over ranks."""
+        if self.plan.weight.shard_dim is None:
+            return self._add_delta(self.base_layer(x, *args, **kwargs), x)
+        assert self.mesh is not None
+        start, stop = shard_range(
+            self.plan.weight.shape[0], self.mesh.get_local_rank(), self.mesh.size()
+        )
+        is_ours = (x >= start) & (x < stop)
+        own = (x - start).clamp(0, max(stop - start - 1, 0))
+        rows = F.embedding(own, local_shard(self.get_base_layer().weight))
+        masked = self._add_delta(rows, own, start) * is_ours.unsqueeze(-1).to(rows.dtype)
+        return reduce_partial(masked, self.mesh.get_group())
+
+    def _add_delta(
+        self, result: torch.Tensor, tokens: torch.Tensor, start: int = 0
+    ) -> torch.Tensor:
+        """``result + scaling * A[:, tokens]^T B^T``; ``tokens`` count from ``start``."""
+        if self.disable_adapters or self.merged:
+            return result
+        dtype = result.dtype
+        for name in self.active_adapters:
+            if name not in self.factors:
+                continue
+            a, b = (factor.local() for factor in self.factors[name])
+            rows = F.embedding(tokens, a.T, padding_idx=self._own_padding(a.shape[1], start))
+            result = result + F.linear(rows, b) * self.scaling[name]
+        return result.to(dtype)
+
+    def _own_padding(self, num_rows: int, start: int) -> int | None:
+        """The padding token's place in this shard; its column of A gets no gradient."""
+        padding: int | None = self.get_base_layer().padding_idx
+        if padding is None or not start <= padding < start + num_rows:
+            return None
+        return padding - start

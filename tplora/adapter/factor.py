@@ -1,0 +1,144 @@
+"""One LoRA factor on this rank: a DTensor parameter for the world, a plain leaf for the forward.
+
+The parameter has the full logical shape and a placement, so ``clip_grad_norm_``, optimizers,
+``state_dict`` and PEFT's files are right without special cases. The leaf is a plain tensor that
+shares the parameter's local storage: forward and backward run on it, so no DTensor operation is
+dispatched in either. Its gradient becomes the parameter's in ``gradients.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tplora.errors import ShardError
+from tplora.plan.style import FactorPlan, shard_range
+from tplora.upstream import local_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Factor", "shard_full"]
+
+
+def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's piece of ``full``, a copy of its own. No communication."""
+    if plan.shard_dim is None:
+        return full.detach().clone()
+    start, stop = shard_range(full.shape[plan.shard_dim], mesh.get_local_rank(), mesh.size())
+    return full.detach().narrow(plan.shard_dim, start, stop - start).clone()
+
+
+class Factor:
+    """A or B of one adapter on one layer.
+
+    Args:
+        name: The parameter's name in the PEFT model.
+        owner: The module or dict that holds the parameter, and the key it holds it under.
+        plan: Full shape, cut, and whether the gradient is partial.
+        mesh: The tp mesh, or None in one process, where the parameter is its own leaf.
+
+    Raises:
+        ShardError: If the parameter that PEFT made does not have the plan's full shape.
+    """
+
+    def __init__(
+        self, name: str, owner: tuple[nn.Module, str], plan: FactorPlan, mesh: DeviceMesh | None
+    ) -> None:
+        self.name, self.plan, self.mesh = name, plan, mesh
+        self._owner, self._key = owner
+        self._leaf: torch.Tensor | None = None
+        self.stash: torch.Tensor | None = None
+        """A gradient that was reduced in an earlier backward of this step."""
+        self.is_reduced = False
+        self.on_grad: Callable[[torch.Tensor], None] | None = None
+        """Called with each gradient that reaches the leaf, before it is accumulated."""
+        if mesh is not None:
+            self._shard(mesh)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The registered parameter: a DTensor under tensor parallelism."""
+        parameter = self._owner._parameters[self._key]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this rank's gradient is a part of a sum."""
+        return self.plan.is_grad_partial
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        full = self.parameter
+        if tuple(full.shape) != self.plan.shape or isinstance(full, DTensor):
+            raise ShardError(
+                f"{self.name}: has shape {tuple(full.shape)} when attached, the plan says "
+                f"{self.plan.shape}; attach to a model that was planned with the same config"
+            )
+        local = shard_full(full, self.plan, mesh)
+        self._owner._parameters[self._key] = nn.Parameter(
+            self._wrap_local(local, is_partial=False), requires_grad=full.requires_grad
+        )
+
+    def _wrap_local(self, local: torch.Tensor, *, is_partial: bool) -> DTensor:
+        """``local`` as a DTensor of the full shape: the factor's placement, or a partial sum."""
+        assert self.mesh is not None
+        dim = self.plan.shard_dim
+        placement = Partial() if is_partial else Replicate() if dim is None else Shard(dim)
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            [placement],
+            run_check=False,
+            shape=torch.Size(self.plan.shape),
+            stride=(self.plan.shape[1], 1),
+        )
+
+    def local(self) -> torch.Tensor:
+        """The leaf that forward uses, made anew when the parameter's storage was replaced.
+
+        ``model.to(dtype)``, ``p.data = ...`` or a loaded checkpoint can replace it; a stale leaf
+        would train values that nobody saves.
+        """
+        parameter = self.parameter
+        if self.mesh is None:
+            return parameter
+        shard = local_shard(parameter)
+        leaf = self._leaf
+        if leaf is None or leaf.data_ptr() != shard.data_ptr() or leaf.dtype != shard.dtype:
+            leaf = self._leaf = shard.detach()
+            self._watch(leaf, requires_grad=parameter.requires_grad)
+        elif leaf.requires_grad != parameter.requires_grad:
+            self._watch(leaf, requires_grad=parameter.requires_grad)
+        return leaf
+
+    def _watch(self, leaf: torch.Tensor, *, requires_grad: bool) -> None:
+        leaf.requires_grad_(requires_grad)
+        if requires_grad and self.on_grad is not None:
+            leaf.register_hook(self.on_grad)
+
+    @property
+    def leaf_grad(self) -> torch.Tensor | None:
+        """What has accumulated on the leaf."""
+        return None if self._leaf is None else self._leaf.grad
+
+    @leaf_grad.setter
+    def leaf_grad(self, grad: torch.Tensor | None) -> None:
+        if self._leaf is not None:
+            self._leaf.grad = grad
+
+    def publish_grad(self, local: torch.Tensor, *, is_partial: bool) -> None:
+        """Make ``local`` the parameter's gradient; it keeps sharing storage with the leaf's."""
+        self.parameter.grad = self._wrap_local(local, is_partial=is_partial)
+
+    def full(self) -> torch.Tensor:
+        """The full factor. Collective when it is cut: one all-gather of its bytes."""
+        parameter = self.parameter
+        if isinstance(parameter, DTensor):
+            return parameter.full_tensor().detach()
+        return parameter.detach()

@@ -1,0 +1,135 @@
+"""Gather an adapter's factors and write PEFT's own folder, whole or not at all.
+
+    bytes gathered = bytes of the cut factors, one tensor at a time; the base is never touched
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+
+from tplora.errors import ArtifactError, TploraError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tplora.adapter.attach import TploraModel
+
+__all__ = ["gather_factors", "save_adapter"]
+
+
+def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Tensor]:
+    """Every full factor of every adapter, on the CPU of the writer; nothing elsewhere.
+
+    Collective: every rank calls it. One all-gather per cut factor, of its own bytes; a replicated
+    factor is copied from the writer's rank without communication.
+    """
+    gathered = {}
+    for name, factor in sorted(
+        (name, factor)
+        for adapter in model.peft_config
+        for name, factor in model.factors(adapter).items()
+    ):
+        full = factor.full()
+        if is_writer:
+            gathered[name] = full.to("cpu", copy=True).contiguous()
+    return gathered
+
+
+def save_adapter(
+    model: TploraModel,
+    folder: str | Path,
+    *,
+    adapter_names: Sequence[str] | None = None,
+    is_writer: bool = True,
+) -> None:
+    """Write a normal PEFT adapter folder: full shapes, ``adapter_config.json``, model card.
+
+    Collective: every rank calls it with the same folder; the first rank of the world writes. Files
+    are written aside and renamed into place, the weights before the config that makes the folder
+    an adapter.
+
+    Args:
+        model: The model whose factors are saved.
+        folder: Where to; made if it is not there, added to if it is.
+        adapter_names: Which adapters; all of them when left out.
+        is_writer: False keeps this rank from writing even if it is the first.
+
+    Raises:
+        ArtifactError: On every rank, if a factor is not finite or not whole, or nothing can be
+            written; then no file of the folder has changed.
+    """
+    is_writer = is_writer and (not dist.is_initialized() or dist.get_rank() == 0)
+    factors = gather_factors(model, is_writer=is_writer)
+    problem = ""
+    if is_writer:
+        try:
+            _check_factors(model, factors)
+            _write(model, Path(folder), factors, adapter_names)
+        except (TploraError, OSError) as error:
+            problem = f"{folder}: {error}"
+    _raise_everywhere(problem)
+
+
+def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
+    shapes = {
+        name: factor.plan.shape
+        for adapter in model.peft_config
+        for name, factor in model.factors(adapter).items()
+    }
+    for name, tensor in factors.items():
+        if tuple(tensor.shape) != shapes[name] or tensor.numel() == 0:
+            raise ArtifactError(
+                f"{name} has shape {tuple(tensor.shape)} after gathering, the full factor is "
+                f"{shapes[name]}; nothing was written; report this"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(
+                f"{name} holds NaN or infinity; nothing was written; go back to the last saved "
+                "adapter and lower train.learning_rate"
+            )
+
+
+def _write(
+    model: TploraModel,
+    folder: Path,
+    factors: dict[str, torch.Tensor],
+    adapter_names: Sequence[str] | None,
+) -> None:
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside:
+        PeftModel.save_pretrained(
+            model,
+            aside,
+            state_dict=factors,
+            selected_adapters=None if adapter_names is None else list(adapter_names),
+            save_embedding_layers=False,  # only factors are trained, so only factors are saved
+        )
+        files = [path for path in Path(aside).rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.name == "adapter_config.json"):
+            _sync(path)
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _raise_everywhere(problem: str) -> None:
+    """Raise the writer's problem on every rank, and let none go on before the writer is done."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [problem]
+        dist.broadcast_object_list(told, src=0)
+        problem = told[0]
+    if problem:
+        raise ArtifactError(problem)

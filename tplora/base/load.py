@@ -1,0 +1,98 @@
+"""Load the frozen base: each rank reads its own pieces onto its device, checked against the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoModelForCausalLM, DistributedConfig
+
+from tplora.errors import ShardError
+from tplora.upstream import tp_mesh
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from tplora.plan.build import LayerPlan, Plan
+
+__all__ = ["check_shards", "load_base"]
+
+
+def load_base(
+    path: str,
+    *,
+    tp_size: int,
+    device: torch.device | None = None,
+    **from_pretrained: Any,
+) -> PreTrainedModel:
+    """Load ``path`` frozen, tensor-parallel over ``tp_size`` ranks.
+
+    Collective: every rank of the world calls it. Each rank reads only its slices.
+
+    Args:
+        path: What ``from_pretrained`` takes.
+        tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
+        device: Where a model of one process goes; ranks of a group use their own device.
+        from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        ShardError: If ``device_map`` is given, or transformers did not cut the model as asked.
+    """
+    if from_pretrained.get("device_map") is not None:
+        raise ShardError(
+            f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the weights "
+            "itself; leave device_map out"
+        )
+    if tp_size > 1:
+        from_pretrained["distributed_config"] = DistributedConfig(tp_size=tp_size)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **from_pretrained)
+    if tp_size == 1 and device is not None:
+        model.to(device)
+    mesh = tp_mesh(model)
+    found = 1 if mesh is None else mesh.size()
+    if found != tp_size:
+        raise ShardError(
+            f"parallel.tp_size = {tp_size}: transformers cut the model into {found}; report this"
+        )
+    model.requires_grad_(requires_grad=False)
+    return model
+
+
+def check_shards(model: PreTrainedModel, plan: Plan) -> None:
+    """Every planned weight is, on this rank, the piece that the plan says.
+
+    Raises:
+        ShardError: Naming the first weight that is not, what was found and what was planned.
+    """
+    modules = dict(model.named_modules())
+    for layer in plan.layers:
+        _check_weight(layer, modules[layer.name], plan.tp_size)
+
+
+def _check_weight(layer: LayerPlan, module: nn.Module, tp_size: int) -> None:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    dim = layer.weight.shard_dim
+    if dim is None:
+        found, planned = tuple(weight.shape), layer.weight.shape
+        is_right = found == planned and _is_whole(weight)
+    else:
+        is_cut = isinstance(weight, DTensor) and weight.placements[-1] in (Shard(dim), Shard(dim - 2))
+        tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
+        planned = layer.weight.shard_shape(tp_rank, tp_size)
+        found = tuple(weight.to_local().shape) if isinstance(weight, DTensor) else weight.shape
+        is_right = is_cut and found == planned
+    if not is_right:
+        raise ShardError(
+            f"{layer.name}.weight: this rank holds {tuple(found)}, the plan says {planned} "
+            f"({'whole' if dim is None else f'cut on dim {dim}'}, style {layer.style}); the "
+            "installed transformers cuts this model differently; report this with `tplora report`"
+        )
+
+
+def _is_whole(weight: torch.Tensor) -> bool:
+    return not isinstance(weight, DTensor) or all(
+        isinstance(placement, Replicate) for placement in weight.placements
+    )

@@ -1,0 +1,196 @@
+"""Recipe and facts to a plan: every "can this be cut exactly?" is settled here, before any weight.
+
+Later stages do not ask again; they check that what they got is what the plan says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tplora.errors import PlanError
+from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
+from tplora.plan.style import STYLES, FactorPlan, Kind, TensorPlan, place_factors
+from tplora.plan.target import match_targets
+from tplora.upstream import build_meta_model, lora_rank_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
+
+__all__ = ["LayerPlan", "Plan", "build_plan", "plan_layers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One adapted module: how W, A and B are cut and what surrounds the product."""
+
+    name: str
+    kind: Kind
+    style: str | None
+    weight: TensorPlan
+    has_bias: bool
+    gathers_output: bool
+    splits_input: bool
+    a: FactorPlan
+    b: FactorPlan
+
+    @property
+    def r(self) -> int:
+        """The LoRA rank."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be done with one model at one tp_size. A value: it prints and compares."""
+
+    class_name: str
+    tp_size: int
+    layers: tuple[LayerPlan, ...]
+    facts: ModelFacts
+
+    def layer(self, name: str) -> LayerPlan | None:
+        """The plan of the module called ``name``, or None when it is not adapted."""
+        return next((layer for layer in self.layers if layer.name == name), None)
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable elements of the full adapter."""
+        return sum(layer.a.numel + layer.b.numel for layer in self.layers)
+
+
+def build_plan(
+    config: PretrainedConfig,
+    lora: LoraConfig,
+    *,
+    tp_size: int,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """The plan for ``config``'s architecture with adapter ``lora`` on ``tp_size`` ranks.
+
+    Args:
+        config: The model's transformers config. No weight is read and no process is needed.
+        lora: PEFT's config, used as it is.
+        tp_size: Ranks of one tensor-parallel group.
+        trust_remote_code: Whether the architecture may come from the model's own code.
+
+    Raises:
+        PlanError: Every target that cannot be exact, by name, with what would work.
+    """
+    model = build_meta_model(config, trust_remote_code=trust_remote_code)
+    facts = read_facts(model)
+    problems = _model_problems(facts, tp_size)
+    try:
+        names = match_targets(model, lora, facts)
+    except PlanError as error:
+        raise PlanError([*problems, *error.problems]) from None
+    layers = plan_layers(facts, lora, names, tp_size=tp_size, problems=problems)
+    return Plan(class_name=facts.class_name, tp_size=tp_size, layers=layers, facts=facts)
+
+
+def plan_layers(
+    facts: ModelFacts,
+    lora: LoraConfig,
+    names: tuple[str, ...],
+    *,
+    tp_size: int,
+    problems: list[str],
+) -> tuple[LayerPlan, ...]:
+    """Plan each module of ``names``; raise all of ``problems`` and those found here together."""
+    modules = {module.name: module for module in facts.modules}
+    layers = []
+    for name in names:
+        module = modules.get(name)
+        problem = _module_problem(module, name, tp_size)
+        if problem is None and module is not None:
+            layers.append(_plan_layer(module, lora_rank_of(lora, name), tp_size))
+        elif problem is not None:
+            problems.append(problem)
+    if problems:
+        raise PlanError(problems)
+    return tuple(layers)
+
+
+def _plan_layer(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
+    kind = module.kind
+    assert kind is not None  # _module_problem refused the others
+    style = STYLES[kind][module.style]
+    is_parallel = tp_size > 1
+    weight = TensorPlan(
+        shape=module.weight_shape, shard_dim=style.weight_shard_dim if is_parallel else None
+    )
+    a, b = place_factors(
+        kind,
+        weight,
+        r=r,
+        is_replica_grad_partial=is_parallel and style.is_replica_grad_partial,
+    )
+    return LayerPlan(
+        name=module.name,
+        kind=kind,
+        style=module.style,
+        weight=weight,
+        has_bias=module.has_bias,
+        gathers_output=is_parallel and style.gathers_output,
+        splits_input=is_parallel and style.splits_input,
+        a=a,
+        b=b,
+    )
+
+
+def _module_problem(module: ModuleFacts | None, name: str, tp_size: int) -> str | None:
+    """Why this module cannot be adapted exactly, or None."""
+    where = f"lora.target_modules: {name}"
+    if module is None or module.kind is None:
+        found = "a module without a 2-D weight" if module is None else f"a {module.type_name}"
+        return f"{where} is {found}; only linear layers and embeddings can be adapted; exclude it"
+    if module.style not in STYLES[module.kind]:
+        known = ", ".join(sorted(style for style in STYLES[module.kind] if style))
+        return (
+            f"{where} has style {module.style!r}, which is not exact with an adapter yet "
+            f"({known} are); add it to lora.exclude_modules"
+        )
+    is_cut = tp_size > 1 and STYLES[module.kind][module.style].weight_shard_dim is not None
+    if is_cut and not module.has_plain_forward:
+        return (
+            f"{where} is a {module.type_name}, a subclass with a forward of its own; only plain "
+            "nn.Linear and nn.Embedding layers can be cut yet; add it to lora.exclude_modules"
+        )
+    return None
+
+
+def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
+    """Why this model cannot be cut into ``tp_size`` exactly."""
+    where = f"parallel.tp_size = {tp_size}"
+    if tp_size < 1:
+        return [f"{where}: needs a whole number of at least 1"]
+    if tp_size == 1:
+        return []
+    if not facts.has_tp_plan:
+        return [
+            f"{where}: {facts.class_name} has no tensor-parallel plan in transformers; "
+            "use parallel.tp_size = 1"
+        ]
+    problems = []
+    if facts.are_heads_cut and not _divides_heads(facts, tp_size):
+        works = [
+            size for size in range(1, (facts.num_kv_heads or 1) + 1) if _divides_heads(facts, size)
+        ]
+        problems.append(
+            f"{where}: {facts.class_name} has {facts.num_heads} attention heads and "
+            f"{facts.num_kv_heads} key-value heads, which must divide; "
+            f"use one of {', '.join(map(str, works))}"
+        )
+    if facts.attention_dropout > 0:
+        problems.append(
+            f"model: attention_dropout = {facts.attention_dropout} draws its masks per rank, which "
+            "is not the run at tp_size 1; set attention_dropout = 0 in the model's config.json"
+        )
+    return problems
+
+
+def _divides_heads(facts: ModelFacts, tp_size: int) -> bool:
+    return not any(
+        heads % tp_size for heads in (facts.num_heads, facts.num_kv_heads) if heads is not None
+    )

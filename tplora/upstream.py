@@ -1,0 +1,169 @@
+"""Every private name of torch, transformers, peft, accelerate and trl that tplora uses, in one place.
+
+Each function says which version its private name was read in. Public names are imported where they
+are used. When a new release moves one of these, this is the only file that changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from peft import LoraConfig
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "adapter_target_names",
+    "build_meta_model",
+    "expanded_tp_plan",
+    "local_shard",
+    "lora_rank_of",
+    "peft_without_tensor_parallelism",
+    "queue_after_backward",
+    "register_lora_layers",
+    "tp_mesh",
+    "trl_fused_head_settings",
+]
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a DTensor, outside autograd; a plain tensor is its own piece.
+
+    ``DTensor._local_tensor`` (torch 2.11 to 2.14): ``to_local()`` would add a node to the graph and
+    costs ten times as much, once per factor and forward.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` once, when the backward pass that is running now has finished.
+
+    ``Variable._execution_engine.queue_callback`` (torch 2.11 to 2.14), as FSDP2 and DDP use it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The architecture of ``config`` without weights: parameters on the meta device.
+
+    ``AutoModelForCausalLM.from_config`` is public; that ``tp_plan`` is filled in by the constructor
+    was read in transformers 5.24.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def expanded_tp_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The style of every module and parameter that has one, by its full name.
+
+    ``PreTrainedModel._expand_parallel_plan`` (transformers 5.24, distributed/mixin.py).
+    """
+    plan: dict[str, str] = model._expand_parallel_plan(dict(model.tp_plan or {}))
+    return plan
+
+
+def tp_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+    """The one-dimensional tp mesh of a model loaded with ``DistributedConfig``, or None.
+
+    ``model._device_mesh`` has axes (pp, fsdp, tp) even for tp alone (transformers 5.24), and a
+    DTensor on it would need three placements.
+    """
+    mesh: DeviceMesh | None = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+@contextlib.contextmanager
+def peft_without_tensor_parallelism(model: PreTrainedModel) -> Iterator[None]:
+    """PEFT sees a model without a mesh, so its own tensor-parallel path stays out of the way.
+
+    peft 0.21 asks ``model._device_mesh`` (lora/model.py, get_tp_plan_and_mesh) and would register
+    collectives of its own on colwise and rowwise layers, after the style's transforms.
+    """
+    has_own = "_device_mesh" in model.__dict__
+    mesh = getattr(model, "_device_mesh", None)
+    model._device_mesh = None
+    try:
+        yield
+    finally:
+        if has_own:
+            model._device_mesh = mesh
+        else:
+            del model._device_mesh
+
+
+@contextlib.contextmanager
+def register_lora_layers(
+    config: LoraConfig, layers: dict[type[nn.Module], Callable[..., nn.Module]]
+) -> Iterator[None]:
+    """While open, PEFT builds ``layers[type]`` for a target of that type instead of its own layer.
+
+    ``LoraConfig._register_custom_module`` (peft 0.21). Taken back afterwards, so that the config
+    stays an ordinary one that can be copied and saved.
+    """
+    before = config._custom_modules
+    config._register_custom_module(dict(layers))
+    try:
+        yield
+    finally:
+        config._custom_modules = before
+
+
+def adapter_target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """The modules that PEFT would adapt, in its own order, by its own rules.
+
+    ``_maybe_include_all_linear_layers`` and ``check_target_module_exists`` (peft 0.21,
+    tuners_utils.py). ``config`` is left as it is.
+    """
+    import copy
+
+    from peft.tuners.tuners_utils import (
+        _maybe_include_all_linear_layers,
+        check_target_module_exists,
+    )
+
+    config = _maybe_include_all_linear_layers(copy.copy(config), model)
+    return [
+        name
+        for name, _ in model.named_modules()
+        if name and bool(check_target_module_exists(config, name))
+    ]
+
+
+def lora_rank_of(config: LoraConfig, name: str) -> int:
+    """The LoRA rank r of module ``name``: ``rank_pattern`` where it matches, else ``r``.
+
+    ``get_pattern_key`` (peft 0.21, utils/other.py).
+    """
+    from peft.utils.other import get_pattern_key
+
+    key = get_pattern_key(config.rank_pattern.keys(), name)
+    r: int = config.rank_pattern.get(key, config.r)
+    return r
+
+
+def trl_fused_head_settings(forward: Callable[..., Any]) -> dict[str, Any] | None:
+    """What trl's fused head was installed with, or None if ``forward`` is not that head.
+
+    ``add_fused_lm_head`` (trl 1.16, trainer/utils.py) keeps temperature, outputs,
+    cast_lm_head_to_fp32, final_logit_softcapping and logit_scale in its closure and nowhere else.
+    """
+    function = getattr(forward, "__func__", forward)
+    code = getattr(function, "__code__", None)
+    if code is None or "final_logit_softcapping" not in code.co_freevars:
+        return None
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
