@@ -1,0 +1,95 @@
+"""The three forms a row may have, decided once for a data set by its columns."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from tplora.errors import DataError
+
+__all__ = ["RowForm", "check_row", "is_empty", "row_form"]
+
+
+class RowForm(StrEnum):
+    """What the rows of one data set hold."""
+
+    MESSAGES = "messages"
+    """A chat: a list of messages, each with a role and a content."""
+    PROMPT_COMPLETION = "prompt, completion"
+    """A text (or messages) to answer, and the answer."""
+    TEXT = "text"
+    """A text, learned from its first token to its last."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns a row of this form needs."""
+        return tuple(self.split(", "))
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Further columns that a chat template is given where they are there."""
+        return () if self is RowForm.TEXT else ("tools", "chat_template_kwargs")
+
+
+# What a row would mean differently without: images are never dropped in silence.
+_REFUSED = ("image", "images", "audio", "video", "videos")
+
+
+def row_form(columns: Sequence[str], *, key: str) -> RowForm:
+    """Decide the form from the columns.
+
+    Raises:
+        DataError: If the columns fit no form or two, or hold what this model could not be given.
+    """
+    refused = [name for name in _REFUSED if name in columns]
+    if refused:
+        raise DataError(f"{key}: has the column {', '.join(refused)}; only text can be trained on")
+    forms = [form for form in RowForm if set(form.columns) <= set(columns)]
+    if len(forms) == 1:
+        return forms[0]
+    found = f"{key}: has the columns {', '.join(columns)}"
+    needed = "messages (role and content), or prompt and completion, or text"
+    if forms:
+        both = " as well as ".join(f"({form})" for form in forms)
+        raise DataError(f"{found}, which fit {both}; keep one of {needed}")
+    raise DataError(f"{found}; needed: {needed}")
+
+
+def check_row(row: Mapping[str, Any], form: RowForm) -> None:
+    """Check that a row has its form's columns, filled with the right types.
+
+    Raises:
+        DataError: If one is missing or of another type.
+    """
+    for name in form.columns:
+        value = row[name]
+        if value is None:
+            raise DataError(f"{name} is missing here; every row needs {form}")
+        if form is RowForm.MESSAGES:
+            _check_messages(value, name)
+        elif form is RowForm.TEXT or isinstance(value, str):
+            _check_text(value, name)
+        else:
+            _check_messages(value, name)
+    if len({isinstance(row[name], str) for name in form.columns}) > 1:
+        raise DataError("prompt and completion have to be both texts or both lists of messages")
+
+
+def is_empty(row: Mapping[str, Any], form: RowForm) -> bool:
+    """Whether a column that is needed holds nothing; an empty prompt still has its completion."""
+    return not row[form.columns[-1]]
+
+
+def _check_text(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise DataError(f"{name} is a {type(value).__name__}; needed: a text")
+
+
+def _check_messages(value: object, name: str) -> None:
+    if not isinstance(value, list):
+        raise DataError(f"{name} is a {type(value).__name__}; needed: a list of messages")
+    for number, message in enumerate(value):
+        where = f"{name}[{number}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where} has no role; needed: role and content")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"{where} has no content; needed: role and content")
