@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import pytest
+from transformers import DistributedConfig
+from transformers.training_args import OptimizerNames
+
+from tests.recipe.writing import problem_of_key, problems_of, write_recipe
+from tplora.recipe.check import read_recipe
+from tplora.recipe.lora_rules import SUPPORTED
+from tplora.recipe.refusals import REFUSED
+from tplora.recipe.schema import ParallelTable
+from tplora.recipe.train_rules import ALLOWED_OPTIMIZERS, REFUSED_KEYS
+from tplora.recipe.upstream_fields import lora_fields, train_fields
+
+# Every key a recipe may set, looked at one by one: the same on each rank, or of no effect there.
+ALLOWED = {
+    "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps",
+    "average_tokens_across_devices", "max_grad_norm", "tf32", "activation_checkpointing",
+    "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "torch_empty_cache_steps", "logging_strategy", "logging_steps", "logging_first_step",
+    "log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica", "report_to",
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size",
+    "prediction_loss_only", "eval_on_start", "eval_accumulation_steps", "save_only_model",
+    "save_strategy", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better",
+    "full_determinism", "seed", "data_seed", "dataloader_drop_last", "dataloader_num_workers",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns",
+    "train_sampling_strategy", "length_column_name", "skip_memory_metrics", "dataset_num_proc",
+    "eos_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of",
+    "completion_only_loss", "loss_type", "pad_token",
+}  # fmt: skip
+
+
+def test_every_key_of_upstream_was_looked_at() -> None:
+    fields = set(train_fields())
+    assert fields == ALLOWED | set(REFUSED_KEYS)
+    assert not ALLOWED & set(REFUSED_KEYS)
+    assert set(SUPPORTED) <= set(lora_fields())
+    assert set(ALLOWED_OPTIMIZERS) <= {one.value for one in OptimizerNames}
+
+
+def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None:
+    refused = {key for table, key in REFUSED if table == "parallel"}
+    fields = set(DistributedConfig.__dataclass_fields__)
+    assert fields <= set(ParallelTable.model_fields) | refused
+    assert not set(ParallelTable.model_fields) & refused
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("lr = 1e-4", "unknown key; did you mean learning_rate?"),
+        ("lora_alpha = 8", "it belongs in [lora]"),
+        ("max_steps = 5.0", "needs a whole number"),
+        ("max_steps = 0", "needs 1 or more; leave it out to train for num_train_epochs"),
+        ("learning_rate = true", "needs a number"),
+        ("learning_rate = 0", "needs to be more than 0"),
+        ("learning_rate = nan", "needs a finite number"),
+        ("per_device_train_batch_size = 0", "needs 1 or more"),
+        ("gradient_accumulation_steps = 0", "needs 1 or more"),
+        ("warmup_steps = -1", "needs 0 or more"),
+        ("logging_steps = 2.5", "needs a whole number of steps"),
+        ("adam_beta1 = 1.0", "needs a number from 0 up to, but not, 1"),
+        ('lr_scheduler_type = "lineer"', 'needs one of "linear", "cosine"'),
+        ('lr_scheduler_type = "greedy"', "ranks could differ"),
+        ('optim = "adafactor"', "needs one of adamw_torch, adamw_torch_fused, sgd"),
+        ("report_to = [1]", "needs text in quotes, or a list of text in quotes"),
+        ('train_sampling_strategy = "batch_rebalance"', "different batches"),
+        ('save_strategy = "steps"', "needs save_only_model = true beside it"),
+        ("save_steps = 5", 'no effect while save_strategy is "no"'),
+        ('output_dir = "there"', "comes from --output"),
+        ("assistant_only_loss = false", "it is a key of [data]"),
+        ("packing = true", "not checked with every attention backend"),
+        ("padding_free = true", "not checked with every attention backend"),
+        ("bf16 = true", 'model.dtype = "bfloat16"'),
+        ('deepspeed = "ds.json"', "the mesh is built from [parallel]"),
+        ('fsdp = "full_shard"', "the mesh is built from [parallel]"),
+        ("push_to_hub = true", "upload its adapter folder afterwards"),
+        ('resume_from_checkpoint = "x"', "resuming is not supported yet"),
+        ("torch_compile = true", "is not checked"),
+        ("model_init_kwargs = { a = 1 }", "move them there"),
+        ("dataloader_prefetch_factor = 2", "needs dataloader_num_workers"),
+    ],
+)
+def test_a_train_key_that_cannot_be_done_is_one_line(tmp_path: Path, line: str, words: str) -> None:
+    text = "" if line.startswith("max_steps") else "max_steps = 3"
+    path = write_recipe(tmp_path, ("max_steps = 3", f"{line}\n{text}"))
+    (problem,) = problems_of(path)
+    assert words in problem
+    assert problem.startswith("train.")
+
+
+def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Path) -> None:
+    line = "activation_checkpointing = true\ngradient_checkpointing = false"
+    assert "keep activation_checkpointing" in problem_of_key(tmp_path, "train", line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["packing = false", "bf16 = false", 'optim = "sgd"', 'report_to = ["none"]', "tf32 = true",
+     'save_strategy = "steps"\nsave_only_model = true', "learning_rate = 1", "max_grad_norm = 0",
+     "warmup_steps = 0.1", "lr_scheduler_kwargs = { num_cycles = 2 }", "logging_steps = 0.1"],
+)  # fmt: skip
+def test_a_train_key_that_can_be_done_is_kept_as_given(tmp_path: Path, line: str) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, ("[train]", f"[train]\n{line}")))
+    assert line.split(" = ")[0] in recipe.train
