@@ -107,3 +107,9 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 def test_a_train_key_that_can_be_done_is_kept_as_given(tmp_path: Path, line: str) -> None:
     recipe = read_recipe(write_recipe(tmp_path, ("[train]", f"[train]\n{line}")))
     assert line.split(" = ")[0] in recipe.train
+
+
+def test_a_secret_is_refused_without_being_shown(tmp_path: Path) -> None:
+    problems = problems_of(write_recipe(tmp_path), "train.hub_token=s3cret", "model.token=s3cret")
+    assert len(problems) == 2
+    assert not any("s3cret" in problem for problem in problems)

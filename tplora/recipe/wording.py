@@ -38,6 +38,7 @@ ALSO_CALLED = {
 }
 """What people call a key elsewhere."""
 
+_SECRETS = ("token", "hub_token")  # refused, and not to be seen in a terminal or a log
 _WORDS: dict[Any, str] = {
     str: "text in quotes",
     int: "a whole number",
@@ -58,7 +59,7 @@ def say_problem(
 ) -> str:
     """``lora.r = 0 (line 12): message``; without a value, or a place, those parts are left out."""
     head = ".".join(path) + (f"[{index}]" if index is not None else "")
-    if value is not None:
+    if value is not None and path[-1] not in _SECRETS:
         head += f" = {_show(value)}"
     place = next((places[key] for key in _prefixes(path) if key in places), None)
     return f"{head} ({place}): {message}" if place else f"{head}: {message}"
