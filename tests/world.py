@@ -30,7 +30,10 @@ class RankError(AssertionError):
 
 
 class World:
-    """``size`` processes that share one gloo group. Use as a context manager."""
+    """``size`` processes that share one gloo group. Use as a context manager.
+
+    A world of 1 is one process alone, without a group: the truth that the others are held to.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -100,18 +103,9 @@ class World:
 
 def _serve(rank: int, size: int, store: str, conn: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # transformers reads these when it builds its mesh; trl and accelerate when they start.
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-    )
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
+    if size > 1:
+        _join(rank, size, store)
     conn.send_bytes(pickle.dumps((False, None)))
     while True:
         fn, args = pickle.loads(conn.recv_bytes())
@@ -121,3 +115,17 @@ def _serve(rank: int, size: int, store: str, conn: Connection) -> None:
         except BaseException:  # pytest.fail and SystemExit are failures of the rank as well
             answer = (True, traceback.format_exc())
         conn.send_bytes(pickle.dumps(answer))
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    # transformers reads these when it builds its mesh; trl and accelerate when they start.
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )

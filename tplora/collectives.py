@@ -1,4 +1,4 @@
-"""The collectives of a tensor-parallel layer: raw and differentiable, out of place, group passed in.
+"""The collectives of a tensor-parallel layer: raw and differentiable, out of place, group given.
 
 Each differentiable operator is one of a conjugate pair: what is free in forward communicates in
 backward, and the other way round. The letters are those of Shoeybi et al. 2019, section 3.
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of ``x`` over the ranks of ``group``, as a new tensor. One all-reduce of x's bytes."""
+    """The sum of ``x`` over the ranks of ``group``, a new tensor. One all-reduce of x's bytes."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -111,7 +111,7 @@ class _SplitLastDim(torch.autograd.Function):
 
 def replicate_input(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Hand a replicated input to shards (f): identity; backward, one all-reduce of x's bytes."""
-    out: torch.Tensor = _ReplicateInput.apply(x, group)
+    out: torch.Tensor = _ReplicateInput.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -120,19 +120,19 @@ def reduce_partial(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
     The gradient of a replicated output is the same on every rank, so it is each partial's gradient.
     """
-    out: torch.Tensor = _ReducePartial.apply(x, group)
+    out: torch.Tensor = _ReducePartial.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_last_dim(x: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:
     """Make a cut ``[..., size / P]`` whole: one all-gather; backward, this rank's slice."""
-    out: torch.Tensor = _GatherLastDim.apply(x, size, group)
+    out: torch.Tensor = _GatherLastDim.apply(x, size, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def split_last_dim(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """This rank's slice of a whole ``[..., size]``; backward, one all-gather."""
-    out: torch.Tensor = _SplitLastDim.apply(x, group)
+    out: torch.Tensor = _SplitLastDim.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """This process among its peers, as torchrun told it; one process alone when nothing was told."""
+    """This process among its peers, as torchrun told it; alone when nothing was told."""
 
     rank: int
     local_rank: int

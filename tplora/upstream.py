@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers, peft, accelerate and trl that tplora uses, in one place.
+"""Every private name of torch, transformers, peft, accelerate and trl that tplora uses.
 
 Each function says which version its private name was read in. Public names are imported where they
 are used. When a new release moves one of these, this is the only file that changes.
@@ -10,6 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import ParallelismConfig
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
+    "CpuParallelismConfig",
     "adapter_target_names",
     "build_meta_model",
     "expanded_tp_plan",
@@ -31,6 +33,7 @@ __all__ = [
     "register_lora_layers",
     "tp_mesh",
     "trl_fused_head_settings",
+    "trl_without_head_check",
 ]
 
 
@@ -167,3 +170,34 @@ def trl_fused_head_settings(forward: Callable[..., Any]) -> dict[str, Any] | Non
         return None
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+class CpuParallelismConfig(ParallelismConfig):  # type: ignore[misc]
+    """accelerate's ``ParallelismConfig`` without the one check that refuses CPU processes.
+
+    ``ParallelismConfig._validate_accelerator`` (accelerate 1.15) has no MULTI_CPU in its list,
+    though everything behind it works on gloo. Only this check is skipped.
+    """
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if self.total_size != accelerator.num_processes:
+            super()._validate_accelerator(accelerator)
+
+
+@contextlib.contextmanager
+def trl_without_head_check(model: PreTrainedModel) -> Iterator[None]:
+    """trl sees the frozen head below an adapted one, and builds its trainer.
+
+    ``SFTTrainer.__init__`` (trl 1.16) refuses an adapter on the output embeddings, because its own
+    fused head multiplies by ``lm_head.weight`` and would ignore the adapter. Ours does not.
+    """
+    head = model.get_output_embeddings()
+    base_layer = getattr(head, "base_layer", None)
+    if base_layer is None:
+        yield
+        return
+    model.get_output_embeddings = lambda: base_layer
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings

@@ -3,8 +3,8 @@
     build layers (PEFT draws full factors) -> cut them -> watch the root for gradients and dropout
 
 PEFT builds the adapter as it does in one process, from one seed and with full sizes, so the full
-factors are bit for bit those of plain PEFT after ``torch.manual_seed(seed)``, at every tp_size. Then
-each factor is replaced by this rank's piece.
+factors are bit for bit those of plain PEFT after ``torch.manual_seed(seed)``, at every tp_size.
+Then each factor is replaced by this rank's piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 
 from tplora.adapter.dropout import ForwardSeed, ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
-from tplora.adapter.factor import Factor
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.linear import (
     ColumnParallelLoraLinear,
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
+    from tplora.adapter.factor import Factor
+
 __all__ = ["TploraModel", "attach_adapter"]
 
 _LINEAR_BY_CUT: dict[int | None, type[TploraLinear]] = {
@@ -51,7 +52,7 @@ _LINEAR_BY_CUT: dict[int | None, type[TploraLinear]] = {
 }
 
 
-class TploraModel(PeftModelForCausalLM):
+class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
     """PEFT's model for causal language modelling, with factors cut like their layers.
 
     Everything PEFT's users know works on it. Build it with ``attach_adapter``.
@@ -125,7 +126,9 @@ class TploraModel(PeftModelForCausalLM):
     ) -> None:
         """A normal PEFT folder; see ``save_adapter``. Collective: every rank calls it."""
         if not safe_serialization:
-            raise PlanError(["save_pretrained: safe_serialization=False; only safetensors are written"])
+            raise PlanError(
+                ["save_pretrained: safe_serialization=False; only safetensors are written"]
+            )
         kwargs.pop("state_dict", None)
         save_adapter(
             self,
@@ -233,6 +236,6 @@ def _check_trainable(model: TploraModel) -> None:
     if found != expected:
         wrong = sorted(found ^ expected)
         raise ShardError(
-            f"{wrong[0]} and {len(wrong) - 1} more: trainable where only LoRA factors should be, or "
+            f"{wrong[0]} and {len(wrong) - 1} more: trainable where only factors should be, or "
             "a factor that is not; attach to a model without other adapters"
         )

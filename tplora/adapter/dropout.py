@@ -2,8 +2,8 @@
 
     mask = f(seed, number of the forward, data rank, place of the layer in the forward)
 
-At the start of a training forward of the whole model the default generators are seeded from
-(seed, number of the forward, data rank), equally on all ranks of a tp group, and put back afterwards.
+At the start of a training forward of the whole model the default generators are seeded from (seed,
+number of the forward, data rank), equally on all ranks of a tp group, and put back afterwards.
 Inside, each layer draws one key from the CPU generator and its mask from a generator with that key.
 Activation checkpointing saves and restores the default generators around each block, so that the
 recomputed masks are the same ones. Other random layers of the model, which draw from the default
@@ -45,7 +45,7 @@ class ForwardSeed:
         """Forward pre-hook of the root module."""
         if not module.training:
             return
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        has_cuda = torch.cuda.is_available()
         self._saved.append(
             (torch.get_rng_state(), torch.cuda.get_rng_state() if has_cuda else None)
         )
@@ -66,7 +66,7 @@ class ForwardSeed:
 
 
 def _mix(*numbers: int) -> int:
-    """One well-spread 62-bit number from several (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """One well-spread 62-bit number from several: SplitMix64's finaliser, Steele et al. 2014."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -114,4 +114,3 @@ class ShardedDropout(nn.Module):
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return f"p={self.p}, in_features={self.in_features}, slice={self._range}"
-

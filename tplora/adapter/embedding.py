@@ -1,6 +1,6 @@
 """Forward of a frozen embedding plus its adapter on local shards.
 
-    # T tokens   V vocabulary   H hidden size   R LoRA rank r   P tp_size
+# T tokens   V vocabulary   H hidden size   R LoRA rank r   P tp_size
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["TploraEmbedding"]
 
 
-class TploraEmbedding(lora.Embedding):
+class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
     """A frozen embedding, cut on the vocabulary or whole, with its adapter.
 
         y = sum over ranks of  [t in shard] * ( W_k[t] + scaling * A_k[:, t]^T B^T )
@@ -66,7 +66,12 @@ class TploraEmbedding(lora.Embedding):
     def make_factors(self, adapter_name: str, prefix: str) -> tuple[Factor, Factor]:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
         a, b = (
-            Factor(f"{prefix}.{key}.{adapter_name}", (getattr(self, key), adapter_name), plan, self.mesh)
+            Factor(
+                f"{prefix}.{key}.{adapter_name}",
+                (getattr(self, key), adapter_name),
+                plan,
+                self.mesh,
+            )
             for key, plan in (("lora_embedding_A", self.plan.a), ("lora_embedding_B", self.plan.b))
         )
         self.factors[adapter_name] = (a, b)

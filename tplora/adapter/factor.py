@@ -120,7 +120,7 @@ class Factor:
     def _watch(self, leaf: torch.Tensor, *, requires_grad: bool) -> None:
         leaf.requires_grad_(requires_grad)
         if requires_grad and self.on_grad is not None:
-            leaf.register_hook(self.on_grad)
+            leaf.register_hook(self.on_grad)  # type: ignore[no-untyped-call]
 
     @property
     def leaf_grad(self) -> torch.Tensor | None:

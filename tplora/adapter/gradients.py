@@ -70,7 +70,7 @@ class GradientSync:
         self._shared_input.clear()
         for leaf in tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._on_grad)
+                leaf.register_hook(self._on_grad)  # type: ignore[no-untyped-call]
 
     def _on_grad(self, _grad: torch.Tensor) -> None:
         if self._is_queued:

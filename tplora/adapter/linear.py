@@ -2,10 +2,10 @@
 
     # T tokens   I in_features   O out_features   R LoRA rank r   P tp_size
 
-The classes are PEFT's own ``lora.Linear`` with the full ``in_features`` and ``out_features``, so that
-configs, names, files, merging and switching stay PEFT's. Only ``forward`` is ours: it computes base
-and adapter on this rank's pieces and applies the style's collective once, to their sum. One rule:
-the adapter's output is in the same state as its base's output.
+The classes are PEFT's own ``lora.Linear`` with the full ``in_features`` and ``out_features``, so
+that configs, names, files, merging and switching stay PEFT's. Only ``forward`` is ours: it computes
+base and adapter on this rank's pieces and applies the style's collective once, to their sum. One
+rule: the adapter's output is in the same state as its base's output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class TploraLinear(lora.Linear):
+class TploraLinear(lora.Linear):  # type: ignore[misc]
     """What the three parallel states share: full sizes, local factors, the delta.
 
     Args:

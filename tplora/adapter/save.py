@@ -1,6 +1,6 @@
 """Gather an adapter's factors and write PEFT's own folder, whole or not at all.
 
-    bytes gathered = bytes of the cut factors, one tensor at a time; the base is never touched
+bytes gathered = bytes of the cut factors, one tensor at a time; the base is never touched
 """
 
 from __future__ import annotations

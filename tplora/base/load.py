@@ -1,4 +1,4 @@
-"""Load the frozen base: each rank reads its own pieces onto its device, checked against the plan."""
+"""Load the frozen base: each rank reads its own pieces onto its device, checked by the plan."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def load_base(
     """
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
-            f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the weights "
-            "itself; leave device_map out"
+            f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the "
+            "weights itself; leave device_map out"
         )
     if tp_size > 1:
         from_pretrained["distributed_config"] = DistributedConfig(tp_size=tp_size)
@@ -79,7 +79,10 @@ def _check_weight(layer: LayerPlan, module: nn.Module, tp_size: int) -> None:
         found, planned = tuple(weight.shape), layer.weight.shape
         is_right = found == planned and _is_whole(weight)
     else:
-        is_cut = isinstance(weight, DTensor) and weight.placements[-1] in (Shard(dim), Shard(dim - 2))
+        is_cut = isinstance(weight, DTensor) and weight.placements[-1] in (
+            Shard(dim),
+            Shard(dim - 2),
+        )
         tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
         planned = layer.weight.shard_shape(tp_rank, tp_size)
         found = tuple(weight.to_local().shape) if isinstance(weight, DTensor) else weight.shape

@@ -99,7 +99,7 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         type_name=type(module).__name__,
         kind=kind,
         style=style,
-        weight_shape=tuple(module.weight.shape),
+        weight_shape=tuple(map(int, module.weight.shape)),  # type: ignore[arg-type]
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
     )

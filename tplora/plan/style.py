@@ -6,9 +6,9 @@
     vocab (embedding)  cut on vocab  replicated    shard / partial
     nothing            replicated    replicated    full / full
 
-The factor that owns W's cut dimension is cut with it; the other one is replicated, and because it is
-fed or read by shards its gradient on one rank is only a part of the sum. The cut follows from W, not
-from the name of the style: the style only says where W is cut and what surrounds the product.
+The factor that owns W's cut dimension is cut with it; the other one is replicated, and because it
+is fed or read by shards its gradient on one rank is only a part of the sum. The cut follows from W,
+not from the name of the style, which only says where W is cut and what surrounds the product.
 """
 
 from dataclasses import dataclass

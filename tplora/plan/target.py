@@ -1,4 +1,4 @@
-"""From ``target_modules`` to module names, by PEFT's own rules; what matches nothing is an error."""
+"""From ``target_modules`` to module names, by PEFT's rules; what matches nothing is an error."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401  # whatever the trainer passes
+        **kwargs: Any,
     ) -> None:
         """Check the arguments, keep the lines up to the step that training starts from."""
         _check_arguments(args)
@@ -75,7 +75,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Count the step's time."""
         self._clock.count()
@@ -87,7 +87,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Show that an evaluation is going on."""
         self._num_eval_batches += 1
@@ -99,7 +99,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Leave the evaluation's time out."""
         self._num_eval_batches = 0
@@ -110,7 +110,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Leave the checkpoint's time out."""
         self._clock.skip()
@@ -121,7 +121,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         state: TrainerState,
         control: TrainerControl,
         logs: Mapping[str, Any],
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Write and show what was logged.
 

@@ -64,12 +64,14 @@ def check_row(row: Mapping[str, Any], form: RowForm) -> None:
         value = row[name]
         if value is None:
             raise DataError(f"{name} is missing here; every row needs {form}")
-        if form is RowForm.MESSAGES:
-            _check_messages(value, name)
-        elif form is RowForm.TEXT or isinstance(value, str):
-            _check_text(value, name)
-        else:
-            _check_messages(value, name)
+        may_be_text = form is not RowForm.MESSAGES
+        may_be_messages = form is not RowForm.TEXT
+        if may_be_text and isinstance(value, str):
+            continue
+        if not (may_be_messages and isinstance(value, list)):
+            needed = ["a text"] * may_be_text + ["a list of messages"] * may_be_messages
+            raise DataError(f"{name} is a {type(value).__name__}; needed: {' or '.join(needed)}")
+        _check_messages(value, name)
     if len({isinstance(row[name], str) for name in form.columns}) > 1:
         raise DataError("prompt and completion have to be both texts or both lists of messages")
 
@@ -79,15 +81,8 @@ def is_empty(row: Mapping[str, Any], form: RowForm) -> bool:
     return not row[form.columns[-1]]
 
 
-def _check_text(value: object, name: str) -> None:
-    if not isinstance(value, str):
-        raise DataError(f"{name} is a {type(value).__name__}; needed: a text")
-
-
-def _check_messages(value: object, name: str) -> None:
-    if not isinstance(value, list):
-        raise DataError(f"{name} is a {type(value).__name__}; needed: a list of messages")
-    for number, message in enumerate(value):
+def _check_messages(messages: Sequence[object], name: str) -> None:
+    for number, message in enumerate(messages):
         where = f"{name}[{number}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where} has no role; needed: role and content")

@@ -203,8 +203,9 @@ def _near_names(spec: str, *, folder: Path) -> list[str]:
     parent = (folder / Path(spec).expanduser()).parent
     if not parent.is_dir():
         parent = folder
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    return difflib.get_close_matches(Path(spec).name, sorted(names), n=3)
+    names = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+    near = difflib.get_close_matches(Path(spec).stem, {Path(name).stem for name in names}, n=3)
+    return [name for name in names if Path(name).stem in near]
 
 
 def _or_near(names: list[str]) -> str:

@@ -1,0 +1,244 @@
+"""Log-probabilities of labels from a head whose vocabulary is cut over ranks.
+
+    # N labelled tokens   H hidden size   V vocabulary   P tp_size
+
+    log p(label) = z[label] - logsumexp(z),   z = head(h) over the whole vocabulary
+
+Each rank computes the logits of its part of the vocabulary, chunk by chunk, and keeps six numbers a
+token; one all-gather of those numbers gives every rank the statistics of the whole vocabulary. No
+rank holds ``[N, V]``, nor ``[N, V/P]``: only ``[chunk, V/P]``. Backward computes the chunk again.
+
+Source: Shoeybi et al. 2019, section 3 (fusing the output layer with the loss); Wijmans et al. 2024
+    for computing the chunk again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import ProcessGroup
+
+    Project = Callable[..., torch.Tensor]
+
+__all__ = ["HeadSettings", "LabelStatistics", "label_statistics"]
+
+CHUNK_BYTES = 64 * 2**20
+"""Logits of one chunk in float32, per rank: large enough for full-speed products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """What the model does to its logits before the softmax."""
+
+    temperature: float
+    softcap: float | None
+    """``cap * tanh(z / cap)``, as Gemma 2 does."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelStatistics:
+    """Per labelled token, over the whole vocabulary, equal on all ranks; ``[N]`` float32 each."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    log_sum_sq_probs: torch.Tensor
+    mean_logits: torch.Tensor
+    is_top1: torch.Tensor
+
+
+def label_statistics(
+    inputs: tuple[torch.Tensor, ...],
+    parameters: tuple[torch.Tensor, ...],
+    labels: torch.Tensor,
+    project: Project,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    settings: HeadSettings,
+    group: ProcessGroup | None,
+) -> LabelStatistics:
+    """Statistics of each label under a head that is cut on the vocabulary.
+
+    Gradients flow from ``log_probs`` and ``entropy`` to ``inputs`` and ``parameters``. Those of
+    ``inputs`` are this rank's part of a sum: pass them through ``replicate_input`` before.
+
+    Communication: forward, one all-gather of ``[6, N]`` float32; backward, none.
+
+    Args:
+        inputs: Tensors ``[N, H]``, replicated; cut into chunks of tokens.
+        parameters: The head's own tensors on this rank.
+        labels: ``[N]``, no ignored ones left.
+        project: ``project(*inputs, *parameters)`` gives this rank's logits ``[n, V/P]``.
+        vocab_start: The first token of this rank's part.
+        vocab_size: V.
+        settings: What happens to logits before the softmax.
+        group: The tp group, or None when the head is whole.
+    """
+    head = _Head(project, len(inputs), vocab_start, vocab_size, settings, group)
+    outputs: tuple[torch.Tensor, ...] = _LabelStatistics.apply(  # type: ignore[no-untyped-call]
+        head, labels, *inputs, *parameters
+    )
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    return LabelStatistics(**dict(zip(names, outputs, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What both directions of ``_LabelStatistics`` need and autograd does not."""
+
+    project: Project
+    num_inputs: int
+    vocab_start: int
+    vocab_size: int
+    settings: HeadSettings
+    group: ProcessGroup | None
+
+    def logits(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """This rank's logits of one chunk, float32 (float64 for a float64 model)."""
+        z = self.project(*tensors)
+        z = (z if z.dtype == torch.float64 else z.float()) * self.settings.scale
+        if self.settings.softcap is not None:
+            z = self.settings.softcap * torch.tanh(z / self.settings.softcap)
+        return z / self.settings.temperature
+
+    def chunks(
+        self, tensors: tuple[torch.Tensor, ...]
+    ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
+        """Rows of the inputs, few enough that their logits stay small, with the parameters."""
+        num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        step = max(1, CHUNK_BYTES // (4 * -(-self.vocab_size // num_ranks)))
+        inputs, parameters = tensors[: self.num_inputs], tensors[self.num_inputs :]
+        for start in range(0, inputs[0].shape[0], step):
+            rows = slice(start, start + step)
+            yield rows, (*(tensor[rows] for tensor in inputs), *parameters)
+
+
+class _LabelStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, head: _Head, labels: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        own = labels - head.vocab_start
+        parts = [
+            _partial_statistics(head.logits(pieces), own[rows])
+            for rows, pieces in head.chunks(tensors)
+        ]
+        partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((6, 0))
+        stats = _combine(_gather(partial, head.group))
+        ctx.head = head
+        ctx.save_for_backward(own, stats["lse"], stats["entropy"], *tensors)
+        outputs = (
+            stats["label"] - stats["lse"],
+            stats["entropy"],
+            stats["log_sum_sq_probs"],
+            stats["sum"] / head.vocab_size,
+            stats["label"] >= stats["max"],
+        )
+        ctx.mark_non_differentiable(*outputs[2:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Any, grad_entropy: Any, *_: Any) -> tuple[Any, ...]:
+        own, lse, entropy, *tensors = ctx.saved_tensors
+        head: _Head = ctx.head
+        wanted = ctx.needs_input_grad[2:]
+        grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
+        for rows, pieces in head.chunks(tuple(tensors)):
+            leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
+            with torch.enable_grad():
+                logits = head.logits(tuple(leaves))
+            grad_logits = _grad_logits(
+                logits.detach(),
+                own[rows],
+                *(t[rows, None] for t in (lse, entropy, grad_log_probs, grad_entropy)),
+            )
+            fresh = torch.autograd.grad(logits, [t for t in leaves if t.requires_grad], grad_logits)
+            totals = [
+                grad[rows] if k < head.num_inputs else grad
+                for k, grad in enumerate(grads)
+                if grad is not None
+            ]
+            for total, part in zip(totals, fresh, strict=True):
+                total.add_(part)
+        return (None, None, *grads)
+
+
+def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows whose label lies in this rank's part, and the label's column there."""
+    rows = ((own >= 0) & (own < num_columns)).nonzero().squeeze(1)
+    return rows, own[rows]
+
+
+def _grad_logits(
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of this rank's logits.
+
+    d log p(label) / dz_v = [v is label] - p_v,   d entropy / dz_v = - p_v (log p_v + entropy)
+    """
+    log_p = logits - lse
+    grad = log_p.exp().mul_(grad_log_probs + grad_entropy * (log_p + entropy)).neg_()
+    rows, columns = _own_labels(own, logits.shape[1])
+    grad[rows, columns] += grad_log_probs[rows, 0]
+    return grad
+
+
+def _partial_statistics(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Six numbers a token from this rank's part: ``[6, n]``.
+
+    max m, sum e^(z-m), sum z e^(z-m), sum z, sum e^2(z-m), and the label's z (-inf if elsewhere).
+    """
+    top = logits.max(dim=-1).values
+    weights = (logits - top[:, None]).exp()
+    label = torch.full_like(top, -math.inf)
+    rows, columns = _own_labels(own, logits.shape[1])
+    label[rows] = logits[rows, columns]
+    return torch.stack(
+        [
+            top,
+            weights.sum(-1),
+            (weights * logits).sum(-1),
+            logits.sum(-1),
+            weights.square().sum(-1),
+            label,
+        ]
+    )
+
+
+def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """``[P, 6, N]`` from every rank's ``[6, N]``; one all-gather."""
+    if group is None:
+        return partial[None]
+    parts = [torch.empty_like(partial) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, partial.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def _combine(parts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Statistics over the whole vocabulary from those of its parts ``[P, 6, N]``."""
+    top = parts[:, 0].max(dim=0).values
+    rescale = (parts[:, 0] - top).exp()
+    total = (parts[:, 1] * rescale).sum(0)
+    lse = total.log() + top
+    return {
+        "max": top,
+        "lse": lse,
+        "entropy": lse - (parts[:, 2] * rescale).sum(0) / total,
+        "sum": parts[:, 3].sum(0),
+        "log_sum_sq_probs": ((parts[:, 4] * rescale.square()).sum(0) / total.square()).log(),
+        "label": parts[:, 5].max(dim=0).values,
+    }

@@ -1,0 +1,88 @@
+"""What trl's SFTTrainer lacks for a model that is cut over ranks, as a small subclass.
+
+An unmodified SFTTrainer trains a tplora model right. This one adds the proofs before and during
+training, computes the loss on the head's shards, counts evaluation rows once, and stops at the
+first number that is not finite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trl import SFTTrainer
+
+from tplora.train.agreement import check_finite, check_same_batch, check_same_replicas
+from tplora.train.head import install_fused_head
+from tplora.upstream import trl_without_head_check
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from tplora.adapter.attach import TploraModel
+
+__all__ = ["TploraSFTTrainer"]
+
+
+class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
+    """Trl's supervised fine-tuning, over a tplora model.
+
+    Args:
+        model: What ``attach_adapter`` returned.
+        check_every_steps: Every how many optimizer steps replicas and batches are compared over
+            the tp group; they always are before the first step.
+        kwargs: What SFTTrainer takes; ``args.parallelism_config`` is ``parallelism_config(model)``.
+    """
+
+    def __init__(self, model: TploraModel, *, check_every_steps: int = 50, **kwargs: Any) -> None:
+        with trl_without_head_check(model.get_base_model()):
+            super().__init__(model=model, **kwargs)
+        install_fused_head(model.get_base_model())
+        self._check_every_steps = check_every_steps
+        self._last_checked_step = -1
+
+    @property
+    def _tp_group(self) -> ProcessGroup | None:
+        return None if self.model.mesh is None else self.model.mesh.get_group()
+
+    def training_step(self, model: TploraModel, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
+        """One micro-batch; first of its step, it is preceded by the proofs when they are due."""
+        step: int = self.state.global_step
+        if step % self._check_every_steps == 0 and step != self._last_checked_step:
+            self._last_checked_step = step
+            check_same_batch(self._prepare_inputs(inputs), self._tp_group, step=step + 1)
+            check_same_replicas(self.model, step=step)
+        loss: torch.Tensor = super().training_step(model, inputs, *args)
+        check_finite(float(loss), what="the loss", step=step + 1)
+        return loss
+
+    def compute_loss(
+        self, model: TploraModel, inputs: dict[str, Any], *args: Any, **kw: Any
+    ) -> Any:
+        """Trl's loss; its token count is taken from this rank's batch, which is the group's.
+
+        Trl divides a gathered count by tp_size, and loses tokens of a short last batch, of which
+        accelerate drops what it takes for padding.
+        """
+        before = int(self._total_train_tokens)  # type: ignore[has-type]
+        found = super().compute_loss(model, inputs, *args, **kw)
+        if self.model.training and "attention_mask" in inputs:
+            self._total_train_tokens = before + int(inputs["attention_mask"].sum())
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return found
+
+    def _clip_grad_norm(self, model: TploraModel) -> Any:
+        norm = super()._clip_grad_norm(model)
+        step = self.state.global_step + 1
+        check_finite(float(norm), what="the gradient norm", step=step)
+        return norm
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate each row once: the ranks of a tp group hold the same rows."""
+        self.gather_function = _keep_own
+        return super().evaluation_loop(*args, **kwargs)
+
+
+def _keep_own(tensor: Any) -> Any:
+    """In one tp group every rank already has every row."""
+    return tensor
