@@ -70,41 +70,31 @@ def launch(
 
 
 def default_num_processes(tp_size: int | Literal["auto"], *, num_gpus: int) -> int:
-    """How many ranks a run gets on this machine: one per GPU, or ``tp_size`` on the CPU.
+    """How many ranks a run gets on this machine: ``tp_size``, and "auto" is every GPU there is.
 
     Raises:
-        LaunchError: If ``tp_size`` needs more GPUs than there are, or does not divide them.
+        LaunchError: If there are GPUs, but fewer than ``tp_size``.
     """
-    if num_gpus == 0:
-        return 1 if tp_size == "auto" else tp_size
     if tp_size == "auto":
-        return num_gpus
-    if tp_size > num_gpus:
+        return max(1, num_gpus)
+    if 0 < num_gpus < tp_size:
         raise LaunchError(
             f"parallel.tp_size = {tp_size}: this machine has {num_gpus} GPU{'s'[: num_gpus > 1]}; "
             f"set it to {num_gpus} or less, or run on the CPU with CUDA_VISIBLE_DEVICES="
         )
-    if num_gpus % tp_size:
-        usable = num_gpus - num_gpus % tp_size
-        names = ",".join(map(str, range(usable)))
-        raise LaunchError(
-            f"parallel.tp_size = {tp_size}: does not divide this machine's {num_gpus} GPUs; "
-            f"use {usable} of them with CUDA_VISIBLE_DEVICES={names}, or another tp_size"
-        )
-    return num_gpus
+    return tp_size
 
 
 def check_world_size(world_size: int, tp_size: int | Literal["auto"]) -> None:
-    """Refuse a world that cannot be cut into groups of ``tp_size`` ranks.
+    """Refuse a world of another size than the recipe's mesh; there are no data axes yet.
 
     Raises:
         LaunchError: With both numbers and what to start instead.
     """
-    if tp_size != "auto" and world_size % tp_size:
+    if tp_size not in ("auto", world_size):
         raise LaunchError(
-            f"parallel.tp_size = {tp_size}: torchrun started {world_size} processes, which is no "
-            f"multiple of {tp_size}; use --nproc-per-node {tp_size}, or set parallel.tp_size to a "
-            f"divisor of {world_size}"
+            f"parallel.tp_size = {tp_size}: needs {tp_size} processes, torchrun started "
+            f"{world_size}; use --nproc-per-node {tp_size}, or set parallel.tp_size = {world_size}"
         )
 
 

@@ -1,0 +1,5 @@
+"""``python -m tplora``."""
+
+from tplora.cli import main
+
+main()

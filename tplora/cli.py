@@ -1,0 +1,296 @@
+"""The command line: arguments to calls of public functions; prints what they return.
+
+Imports stand inside the commands, so that ``tplora --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tplora.recipe.schema import Recipe
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tplora",
+    help="Fine-tune language models too large for one GPU: LoRA under tensor parallelism.",
+    epilog="Start with: tplora recipes list",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: rich's takes longer to import than tplora may take at all
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(
+    help="List the recipes that come with tplora, or copy one.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(recipes_app, name="recipes")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the recipe, such as train.max_steps=5. Can be repeated.",
+    ),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as in runs/NAME.")]
+
+
+def main() -> None:
+    """Run the command line.
+
+    Errors leave it as exceptions: the interpreter shows them through ``show_error`` and exits with
+    status 1, and in a rank that ``launch`` started, ``tplora.rank`` gets them instead.
+    """
+    sys.excepthook = _show_error
+    typer.main.get_command(app)(prog_name="tplora")
+
+
+def _show_error(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    from tplora.terminal import show_error
+
+    show_error(kind, error, traceback)
+
+
+@app.command()
+def finetune(
+    recipe: RecipePath,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder.", show_default="runs/<name of the recipe>"),
+    ] = None,
+    set_: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")
+    ] = False,
+    prepared: Annotated[bool, typer.Option("--prepared", hidden=True)] = False,
+) -> None:
+    """Train an adapter: on every GPU, or on the CPU.
+
+    Starts the processes itself: parallel.tp_size of them; "auto" is one for each GPU. Works inside
+    torchrun, too.
+    """
+    from tplora.launch import check_world_size
+    from tplora.mesh import current_processes
+    from tplora.recipe.check import read_recipe
+
+    asked = read_recipe(recipe, set_ or [])
+    folder = output or Path("runs") / asked.name
+    processes = current_processes()
+    if not processes.is_launched:
+        _finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite)
+        return
+    check_world_size(processes.world_size, asked.parallel.tp_size)
+    if processes.rank == 0 and not prepared:
+        _prepare(asked, folder, tp_size=processes.world_size, overwrite=overwrite)
+    _train(asked, folder, rank=processes.rank)
+
+
+@app.command()
+def plan(recipe: RecipePath, set_: Overrides = None) -> None:
+    """Show how a recipe's model and adapter will be cut.
+
+    Needs no weights, no processes and no GPU.
+    """
+    from tplora.recipe.check import read_recipe
+
+    asked = read_recipe(recipe, set_ or [])
+    _plan(asked, tp_size=_planned_tp_size(asked))
+
+
+@app.command()
+def check(recipe: RecipePath, set_: Overrides = None) -> None:
+    """Check what can be known before training: recipe, rows, plan."""
+    from tplora.preflight import tokenize_recipe_rows
+    from tplora.recipe.check import read_recipe
+    from tplora.terminal import say
+
+    asked = read_recipe(recipe, set_ or [])
+    _plan(asked, tp_size=_planned_tp_size(asked))
+    for rows in tokenize_recipe_rows(asked):
+        say(rows.summary())
+    say(f"ready: tplora finetune {recipe}", style="green")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUT holds.")] = False,
+) -> None:
+    """Merge a run's adapter into its base: a model that needs no PEFT."""
+    from tplora.artifact.merge import merge_adapter
+    from tplora.preflight import find_base
+    from tplora.run_folder import find_adapter
+    from tplora.terminal import say
+
+    adapter = find_adapter(run)
+    base = find_base(run, adapter, progress=say)
+    merge_adapter(
+        base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
+    )
+    say(f"merged model: {merged}", style="green")
+
+
+@app.command()
+def verify(run: RunPath) -> None:
+    """Reload a run's adapter in plain PEFT and compare logits."""
+    from tplora.artifact.verify import verify_adapter
+    from tplora.errors import ArtifactError
+    from tplora.terminal import say, show_table
+
+    found = verify_adapter(run)
+    names = ("max_difference", "tolerance", "adapter_effect")
+    show_table([(name.replace("_", " "), f"{getattr(found, name):.3g}") for name in names])
+    if found.max_difference > found.tolerance:
+        raise ArtifactError(
+            f"{run}: plain PEFT's logits differ from the trained model's by "
+            f"{found.max_difference:.3g}, more than {found.tolerance:.3g}; do not use this adapter"
+        )
+    say("verified: plain PEFT gives the trained model's logits", style="green")
+
+
+@app.command()
+def generate(
+    run: RunPath,
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
+    tp_size: Annotated[int, typer.Option(min=1, help="Processes to cut the model over.")] = 1,
+) -> None:
+    """Answer a prompt with a run's base and adapter."""
+    from tplora.mesh import current_processes
+    from tplora.run_folder import find_adapter
+
+    find_adapter(run)
+    if tp_size > 1 and not current_processes().is_launched:
+        argv = ["generate", str(run), "--max-new-tokens", str(max_new_tokens)]
+        _launch([*argv, "--tp-size", str(tp_size), "--", prompt], tp_size, log_folder=None)
+        return
+    from tplora.generate import run_generate
+
+    run_generate(run, prompt, max_new_tokens=max_new_tokens, tp_size=tp_size)
+
+
+@recipes_app.command("list")
+def list_shipped() -> None:
+    """List the recipes."""
+    from tplora.shipped import list_recipes, shelf
+    from tplora.terminal import say, show_table
+
+    found = list_recipes(shelf())
+    show_table([(recipe.name, recipe.summary) for recipe in found])
+    if found:
+        say("\nto change one: tplora recipes copy NAME FOLDER")
+    else:
+        say(f"no recipes in {shelf()}: they come with a clone of tplora's repository")
+
+
+@recipes_app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="As `tplora recipes list` shows it.")],
+    to: Annotated[Path, typer.Argument(help="Folder to copy it to.")] = Path(),
+) -> None:
+    """Copy a recipe and its rows, to change them."""
+    from tplora.shipped import copy_recipe, shelf
+    from tplora.terminal import say
+
+    for path in copy_recipe(name, folder=shelf(), to=to):
+        say(str(path))
+
+
+@app.command()
+def report() -> None:
+    """Show versions, devices, cores and memory, for a bug report."""
+    from tplora.report import environment_report
+    from tplora.terminal import show_table
+
+    show_table(environment_report())
+
+
+def _finetune_from_here(
+    recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
+) -> None:
+    """The parent's part: everything that can go wrong early, then the ranks."""
+    from tplora.launch import default_num_processes
+    from tplora.run_folder import LOGS
+
+    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=_num_gpus())
+    _prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
+    if num_processes == 1:
+        _train(recipe, folder, rank=0)
+        return
+    argv = ["finetune", str(recipe.path), "--output", str(folder), "--prepared"]
+    for override in overrides:
+        argv += ["--set", override]
+    _launch(argv, num_processes, log_folder=folder / LOGS)
+
+
+def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
+    """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
+    from tplora.run_folder import check_run_folder, clear_run_folder
+
+    check_run_folder(folder, overwrite=overwrite)
+    _plan(recipe, tp_size=tp_size)
+    clear_run_folder(folder)
+
+
+def _train(recipe: Recipe, folder: Path, *, rank: int) -> None:
+    from tplora.finetune import run_finetune
+    from tplora.terminal import say, show_table
+
+    summary = run_finetune(recipe, folder)
+    if rank == 0:
+        show_table(summary.rows())
+        say("\n" + "\n".join(summary.next_commands()))
+
+
+def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> None:
+    from tplora.launch import launch
+    from tplora.mesh import child_environment
+    from tplora.terminal import say
+
+    say(f"starting {num_processes} processes ...", style="dim")
+    try:
+        launch(
+            ["-m", "tplora", *argv],
+            num_processes=num_processes,
+            log_folder=log_folder,
+            env=child_environment(num_processes),
+        )
+    except KeyboardInterrupt:
+        say("\ninterrupted: every process has ended", is_error=True)
+        raise
+
+
+def _plan(recipe: Recipe, *, tp_size: int) -> None:
+    from tplora.plan.report import render_plan
+    from tplora.preflight import plan_recipe
+    from tplora.terminal import say, show
+
+    show(render_plan(plan_recipe(recipe, tp_size=tp_size, progress=say)))
+
+
+def _planned_tp_size(recipe: Recipe) -> int:
+    """Of a plan that is only looked at: as asked, whatever this machine has."""
+    if recipe.parallel.tp_size == "auto":
+        return max(1, _num_gpus())
+    return recipe.parallel.tp_size
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

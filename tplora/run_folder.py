@@ -1,0 +1,62 @@
+"""A run's folder before the run: where it lies, whether it is free, how it is cleared."""
+
+import shutil
+from pathlib import Path
+
+from tplora.errors import ArtifactError
+from tplora.files import check_writable
+
+__all__ = ["LOGS", "check_run_folder", "clear_run_folder", "find_adapter"]
+
+LOGS = "logs"
+"""The ranks' own output, left by a run that failed before it had anything to keep, too."""
+
+# What a run writes; --overwrite removes these and nothing else.
+_OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
+        "log.txt", "probe*", "merged", LOGS)  # fmt: skip
+
+
+def check_run_folder(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds something, or that cannot be written, before anything is done.
+
+    Raises:
+        ArtifactError: With what is there and what to do.
+    """
+    check_writable(folder)
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = [name for name in found if name != LOGS]
+    if found and not overwrite:
+        what = "already holds a run" if _own_files(folder) else "is not empty"
+        names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        raise ArtifactError(
+            f"{folder}: {what} ({names}); name another folder with --output, "
+            "or replace the run with --overwrite"
+        )
+
+
+def clear_run_folder(folder: Path) -> None:
+    """Remove what an earlier run left in ``folder``; what else lies there stays."""
+    for path in _own_files(folder):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def find_adapter(run: Path) -> Path:
+    """The adapter of a run's folder, or the folder itself when it is an adapter's.
+
+    Raises:
+        ArtifactError: If there is none.
+    """
+    for folder in (run / "adapter", run):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    raise ArtifactError(
+        f"{run}: has no adapter (adapter/adapter_config.json); name the folder of a finished run, "
+        "such as runs/NAME"
+    )
+
+
+def _own_files(folder: Path) -> list[Path]:
+    return [path for pattern in _OWN for path in folder.glob(pattern)]

@@ -1,0 +1,38 @@
+"""What a finished run has to show for itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RunSummary"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The end of a run, as the person at the terminal reads it."""
+
+    run: Path
+    adapter: Path
+    first_eval_loss: float | None
+    """Before the first step; None when there was nothing to evaluate on."""
+    last_eval_loss: float | None
+    verified_difference: float | None
+    """Largest difference of a logit in plain PEFT; None when it was not looked at."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each fact there is."""
+        rows = [("adapter", str(self.adapter))]
+        if self.first_eval_loss is not None and self.last_eval_loss is not None:
+            change = f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"
+            rows.append(("eval loss", change))
+        if self.verified_difference is not None:
+            said = f"in plain PEFT, logits differ by {self.verified_difference:.2g} at most"
+            rows.append(("verified", said))
+        return rows
+
+    def next_commands(self) -> list[str]:
+        """What to do with the adapter now."""
+        return [
+            f'tplora generate {self.run} "a prompt"',
+            f"tplora verify {self.run}",
+            f"tplora export {self.run} --merged {self.run / 'merged'}",
+        ]

@@ -1,0 +1,48 @@
+"""What the command line shows a person: errors, small tables, lines."""
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from tplora.errors import TploraError
+from tplora.failure import format_traceback
+
+__all__ = ["say", "show", "show_error", "show_table"]
+
+
+def show_error(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+    """Print an exception that nobody caught: ours as one line per problem, others shortly.
+
+    Has the signature of ``sys.excepthook``.
+    """
+    if not isinstance(error, TploraError):
+        sys.stderr.write(format_traceback(error, max_frames=10))
+        return
+    console = Console(stderr=True)
+    for problem in str(error).splitlines():
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and values below each other."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table, highlight=False)
+
+
+def show(block: RenderableType) -> None:
+    """Print a table or text whose own brackets are no markup."""
+    Console().print(block, markup=False, highlight=False)
+
+
+def say(message: str, *, style: str = "", is_error: bool = False) -> None:
+    """Print a line as it is, unwrapped, so that a path in it can be copied."""
+    console = Console(stderr=is_error)
+    console.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
