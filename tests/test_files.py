@@ -125,6 +125,9 @@ def test_files_made_private_by_their_writer_get_the_mode_of_the_umask(tmp_path):
 def test_a_file_appears_whole_and_is_replaced_only_when_asked(tmp_path):
     target = tmp_path / "plan.txt"
     write_text_aside(target, "one")
+    with file_written_aside(target, overwrite=True) as aside:
+        assert aside.suffix == ".txt"
+        aside.write_text("one")
     with pytest.raises(ArtifactError, match="exists already"):
         write_text_aside(target, "two")
     with (

@@ -122,7 +122,9 @@ def _final_place(target: Path) -> Path:
 
 
 def _aside_name(target: Path) -> Path:
-    return target.with_name(f".{target.name[:100]}.aside-{os.getpid()}-{secrets.token_hex(4)}")
+    """A hidden sibling; a file's ending stays, as some writers choose the format by it."""
+    own = f"aside-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.with_name(f".{target.stem[:100]}.{own}{target.suffix[:20]}")
 
 
 def _check_free(target: Path, *, overwrite: bool, folder: bool) -> None:

@@ -1,0 +1,225 @@
+"""A PEFT adapter folder: its config, and its tensors read one at a time and checked by name.
+
+Nobody downstream notices an adapter that is empty, not finite or cut like a shard: it loads, and
+the model behaves like the base or like noise. So it is refused here.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+
+from tplora.errors import ArtifactError
+
+__all__ = ["ADAPTER_PREFIX", "AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
+
+ADAPTER_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# suffix of a key on disk -> which factor it is, and of what
+_FACTORS = {
+    ".lora_A.weight": ("A", False),
+    ".lora_B.weight": ("B", False),
+    ".lora_embedding_A": ("A", True),
+    ".lora_embedding_B": ("B", True),
+}
+_SAVED_BASE = ".base_layer.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorPair:
+    """A and B of one module: ``delta weight = scaling * B @ A``, for an embedding its transpose."""
+
+    module: str
+    """As the base's own ``named_modules`` calls it."""
+    a: str
+    """Key of A, shape [r, in], in the file."""
+    b: str
+    """Key of B, shape [out, r], in the file."""
+    is_embedding: bool
+    scaling: float
+    weight_shape: tuple[int, int]
+    """Of the full weight that the pair belongs to, as the base stores it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """A checked adapter; only names and shapes are held."""
+
+    folder: Path
+    config: LoraConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    """Every tensor in the file."""
+    pairs: tuple[FactorPair, ...]
+    saved_bases: Mapping[str, str]
+    """Module to key of a copy of its base weight; PEFT adds it for adapted embeddings and heads."""
+    others: tuple[str, ...]
+    """Keys that are neither a factor of LoRA nor such a copy."""
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Read one tensor."""
+        with safe_open(self.folder / _WEIGHTS, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+        return tensor
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Read and check an adapter folder; every tensor is read once, one at a time.
+
+    Raises:
+        ArtifactError: If a file is missing or damaged, or a tensor is empty, not finite, without
+            its partner, or of another r than its partner or the config says.
+    """
+    config = _read_config(folder)
+    shapes = _read_shapes(folder)
+    factors, saved_bases, others = _sort_keys(shapes)
+    for key, shape in shapes.items():
+        if math.prod(shape) == 0:
+            raise ArtifactError(
+                f"{folder / _WEIGHTS}: {key} is empty, shape {list(shape)}; save the adapter again"
+            )
+    adapter = AdapterFiles(
+        folder=folder,
+        config=config,
+        shapes=shapes,
+        pairs=tuple(
+            _pair(folder, config, shapes, module, found) for module, found in factors.items()
+        ),
+        saved_bases=saved_bases,
+        others=others,
+    )
+    if not adapter.pairs:
+        raise ArtifactError(f"{folder / _WEIGHTS}: holds no LoRA factor; save the adapter again")
+    _check_finite(adapter)
+    return adapter
+
+
+def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the factors with the base's weights, which are named ``<module>.weight``.
+
+    Raises:
+        ArtifactError: If a module is not in the base, or a factor is not as long as its weight.
+    """
+    for pair in adapter.pairs:
+        found = weight_shapes.get(f"{pair.module}.weight")
+        if found is None:
+            raise ArtifactError(
+                f"{adapter.folder}: {pair.a} belongs to {pair.module}, which the base does not "
+                "have; name the base that this adapter was trained on"
+            )
+        if tuple(found) != pair.weight_shape:
+            raise ArtifactError(
+                f"{adapter.folder}: {pair.a} {list(adapter.shapes[pair.a])} and {pair.b} "
+                f"{list(adapter.shapes[pair.b])} make a weight {list(pair.weight_shape)}, "
+                f"{pair.module} of the base has {list(found)}; a factor that is a shard of the "
+                "full one was saved, or this is another base"
+            )
+
+
+def _read_config(folder: Path) -> LoraConfig:
+    path = folder / _CONFIG
+    if not path.is_file():
+        raise ArtifactError(f"{folder}: holds no {_CONFIG}; name the folder of a PEFT adapter")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path}: is not JSON ({error}); save the adapter again") from None
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        found = values.get("peft_type") if isinstance(values, dict) else values
+        raise ArtifactError(f"{path}: peft_type is {found!r}; 'LORA' is needed")
+    known = {name: value for name, value in values.items() if name in _config_fields()}
+    unknown = {name: value for name, value in values.items() if name not in known and value}
+    if unknown:
+        raise ArtifactError(
+            f"{path}: {', '.join(sorted(unknown))} not known to the installed peft; "
+            "install the peft that wrote it"
+        )
+    return LoraConfig(**known)
+
+
+def _config_fields() -> set[str]:
+    return set(LoraConfig.__dataclass_fields__)
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    path = folder / _WEIGHTS
+    if not path.is_file():
+        others = ", ".join(sorted(file.name for file in folder.iterdir()))
+        raise ArtifactError(f"{folder}: holds no {_WEIGHTS} but {others}; save the adapter again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from error
+
+
+def _sort_keys(
+    keys: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, dict[str, str]], dict[str, str], tuple[str, ...]]:
+    """Factors as module -> "A" or "B" -> key; copies of base weights as module -> key; the rest."""
+    factors: dict[str, dict[str, str]] = {}
+    saved_bases: dict[str, str] = {}
+    others = []
+    for key in keys:
+        name = key.removeprefix(ADAPTER_PREFIX)
+        suffix = next((end for end in _FACTORS if name.endswith(end)), None)
+        if name == key:
+            others.append(key)
+        elif suffix is not None:
+            factors.setdefault(name.removesuffix(suffix), {})[_FACTORS[suffix][0]] = key
+        elif name.endswith(_SAVED_BASE):
+            saved_bases[name.removesuffix(_SAVED_BASE)] = key
+        else:
+            others.append(key)
+    return factors, saved_bases, tuple(others)
+
+
+def _pair(
+    folder: Path,
+    config: LoraConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    module: str,
+    found: Mapping[str, str],
+) -> FactorPair:
+    path = folder / _WEIGHTS
+    for factor, partner in (("A", "B"), ("B", "A")):
+        if factor not in found:
+            raise ArtifactError(
+                f"{path}: {found[partner]} has no lora_{factor} beside it; save the adapter again"
+            )
+    a, b = found["A"], found["B"]
+    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
+    for key, dim in ((a, 0), (b, 1)):
+        if len(shapes[key]) != 2 or shapes[key][dim] != r:
+            raise ArtifactError(
+                f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
+                f"{_CONFIG}; a shard or another run's tensor was saved, save the adapter again"
+            )
+    alpha_key = get_pattern_key(config.alpha_pattern.keys(), module)
+    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
+    is_embedding = a.endswith(".lora_embedding_A")
+    out_features, in_features = shapes[b][0], shapes[a][1]
+    return FactorPair(
+        module=module,
+        a=a,
+        b=b,
+        is_embedding=is_embedding,
+        scaling=alpha / math.sqrt(r) if config.use_rslora else alpha / r,
+        weight_shape=(in_features, out_features) if is_embedding else (out_features, in_features),
+    )
+
+
+def _check_finite(adapter: AdapterFiles) -> None:
+    with safe_open(adapter.folder / _WEIGHTS, framework="pt") as file:
+        for key in adapter.shapes:
+            bad = int((~torch.isfinite(file.get_tensor(key))).sum())
+            if bad:
+                raise ArtifactError(
+                    f"{adapter.folder / _WEIGHTS}: {key} has {bad} values that are not finite; "
+                    "take an earlier checkpoint"
+                )

@@ -1,0 +1,137 @@
+"""A base's folder as it lies on disk: which file holds which tensor, and what lies beside them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tplora.artifact.tensor_file import Place, read_places
+from tplora.errors import ArtifactError
+
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "Checkpoint",
+    "TiedPair",
+    "find_base_folder",
+    "find_tied_pair",
+    "read_checkpoint",
+]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*"]
+_UNWANTED = ["consolidated*", "original/*"]  # the same weights in another layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Tensors by file."""
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: Mapping[str, tuple[str, Place]]
+    """Name of a tensor to the name of its file and its place there."""
+    index: dict[str, Any] | None
+    """The index as read; None when there is a single file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weight files."""
+        return sum((self.folder / file).stat().st_size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedPair:
+    """Two names of one weight in the model."""
+
+    embedding: str
+    head: str
+
+
+def find_base_folder(base: str, *, revision: str | None = None) -> Path:
+    """``base`` if it is a folder, else the folder that the hub's repository is cached in.
+
+    Raises:
+        ArtifactError: If it is neither.
+    """
+    if Path(base).expanduser().is_dir():
+        return Path(base).expanduser()
+    try:
+        return Path(
+            snapshot_download(
+                base, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            )
+        )
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise ArtifactError(
+            f"base {base!r}: no such folder, and the hub does not give it "
+            f"({str(error).strip().partition(chr(10))[0]}); name the base's folder"
+        ) from error
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read the headers of all weight files of a base.
+
+    Raises:
+        ArtifactError: If there are no safetensors, a file is missing, or the base is quantised.
+    """
+    config = _read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "quantised")
+        raise ArtifactError(
+            f"{folder}: the base's weights are packed ({method}); name the base in 16 or 32 bits"
+        )
+    index = None
+    files: tuple[str, ...] = (SINGLE,)
+    if not (folder / SINGLE).is_file():
+        index = _read_json(folder / INDEX)
+        files = tuple(sorted(set(index["weight_map"].values())))
+    tensors = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise ArtifactError(f"{folder}: {INDEX} names {file}, which is missing; get it again")
+        places = read_places(folder / file)
+        tensors.update({name: (file, place) for name, place in places.items()})
+    return Checkpoint(folder=folder, files=files, tensors=tensors, index=index)
+
+
+def find_tied_pair(folder: Path) -> TiedPair | None:
+    """The embedding and the head if the model makes them one weight; built without memory.
+
+    Raises:
+        ArtifactError: If transformers cannot build the model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, ImportError) as error:
+        raise ArtifactError(
+            f"{folder}: transformers cannot build this model ({error}), so it is not known whether "
+            "embedding and head are one weight; merge with an adapter that leaves both alone"
+        ) from error
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    return TiedPair(embedding=f"{names[id(embedding)]}.weight", head=f"{names[id(head)]}.weight")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(sorted(file.name for file in path.parent.iterdir())[:8]) or "nothing"
+        raise ArtifactError(
+            f"{path.parent}: holds no {path.name} but {names}; a folder with config.json and "
+            "safetensors weights is needed"
+        ) from None
+    except ValueError as error:
+        raise ArtifactError(f"{path}: is not JSON ({error}); get it again") from None
+    return values

@@ -1,0 +1,74 @@
+"""What lies beside the weights of a model: its index and configs, its tokenizer, its licence."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tplora.artifact.checkpoint import INDEX
+
+__all__ = ["copy_side_files", "untie_in_config", "write_index"]
+
+# Weights in any format and their indices; the base's card and git's files speak of the base only.
+_LEFT_OUT = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx",
+    "*.index.json", "README.md", ".*",
+)  # fmt: skip
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates",
+)  # fmt: skip
+
+
+def copy_side_files(base: Path, adapter: Path, out: Path) -> None:
+    """Copy everything but weights from ``base``; the adapter's tokenizer, if it has one, wins.
+
+    Then none of the base's tokenizer files is kept: two halves of two tokenizers load, and are
+    neither.
+    """
+    has_own = (adapter / "tokenizer_config.json").is_file()
+    for path in sorted(base.iterdir()):
+        if not (_matches(path, _LEFT_OUT) or (has_own and _matches(path, _TOKENIZER))):
+            _copy(path, out)
+    for path in sorted(adapter.iterdir()):
+        if has_own and _matches(path, _TOKENIZER):
+            _copy(path, out)
+
+
+def write_index(folder: Path, files: Mapping[str, str], base_index: dict[str, Any] | None) -> None:
+    """Write which file holds which tensor, with the base's notes where they still hold.
+
+    Args:
+        folder: Where the weight files are.
+        files: Tensor to file.
+        base_index: The base's own index, if it has one.
+    """
+    if base_index is not None and base_index["weight_map"] == files:
+        index = base_index
+    else:
+        size = sum((folder / file).stat().st_size for file in set(files.values()))
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def untie_in_config(folder: Path) -> None:
+    """Say in ``config.json`` that embedding and head are two weights."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
+
+
+def _copy(path: Path, out: Path) -> None:
+    if path.is_file():
+        shutil.copyfile(path, out / path.name)  # follows the hub cache's links; modes are ours
+    elif path.name == "additional_chat_templates":
+        shutil.copytree(path, out / path.name, copy_function=shutil.copyfile)

@@ -1,0 +1,128 @@
+"""A safetensors file whose tensors are read, and changed in place, a few rows at a time.
+
+The format: eight bytes with the header's length, the header as JSON, the tensors' bytes, row-major
+and little-endian. Changing a copy in place keeps names, order, dtypes, metadata and every tensor
+that nobody touches, and memory is bounded by the rows in hand, whatever the file's size.
+
+Source: the safetensors format, github.com/huggingface/safetensors, README.md.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from tplora.errors import ArtifactError
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Place",
+    "create_file",
+    "read_places",
+    "read_rows",
+    "row_chunks",
+    "write_rows",
+]
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of a tensor that are held at once."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in its file a tensor is."""
+
+    stored_as: str
+    """The format's own name of the dtype."""
+    shape: tuple[int, ...]
+    begin: int
+    """Byte in the file."""
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None for what is not a plain float: packed, 8-bit or integer."""
+        return _DTYPES.get(self.stored_as)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of dim 0."""
+        return (self.end - self.begin) // self.shape[0]
+
+
+def read_places(file: Path) -> dict[str, Place]:
+    """Name to place of every tensor in ``file``.
+
+    Raises:
+        ArtifactError: If the file is not safetensors, or shorter than its header says.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+        start = 8 + length
+        places = {
+            name: Place(
+                stored_as=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                begin=start + entry["data_offsets"][0],
+                end=start + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{file}: is not a safetensors file ({error}); get it again") from error
+    if max((place.end for place in places.values()), default=0) > size:
+        raise ArtifactError(f"{file}: is cut short, {size} bytes; get it again")
+    return places
+
+
+def create_file(file: Path, name: str, like: Place) -> Place:
+    """Make a file with one tensor of zeros, called ``name``, of the dtype and shape of ``like``."""
+    num_bytes = like.end - like.begin
+    entry = {"dtype": like.stored_as, "shape": like.shape, "data_offsets": [0, num_bytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        begin = stream.tell()
+        stream.truncate(begin + num_bytes)
+    return Place(stored_as=like.stored_as, shape=like.shape, begin=begin, end=begin + num_bytes)
+
+
+def row_chunks(place: Place) -> Iterator[slice]:
+    """Slices of dim 0 that together cover the tensor, each of ``CHUNK_BYTES`` at most."""
+    step = max(1, CHUNK_BYTES // max(1, place.row_bytes))
+    for start in range(0, place.shape[0], step):
+        yield slice(start, min(start + step, place.shape[0]))
+
+
+def read_rows(stream: BinaryIO, place: Place, rows: slice) -> torch.Tensor:
+    """Rows of a tensor whose dtype is a plain float, in that dtype."""
+    stream.seek(place.begin + rows.start * place.row_bytes)
+    data = bytearray((rows.stop - rows.start) * place.row_bytes)
+    stream.readinto(data)  # type: ignore[attr-defined]  # typeshed: a BinaryIO opened "rb" has it
+    assert place.dtype is not None, "the caller has checked the dtype"
+    tensor = torch.frombuffer(data, dtype=place.dtype)
+    return tensor.view(rows.stop - rows.start, *place.shape[1:])
+
+
+def write_rows(stream: BinaryIO, place: Place, rows: slice, tensor: torch.Tensor) -> None:
+    """Put ``tensor`` in the place of ``rows``; dtype and shape have to be theirs."""
+    assert tensor.dtype == place.dtype, "the caller has cast it"
+    assert math.prod(tensor.shape[1:]) == math.prod(place.shape[1:]), "the caller has checked it"
+    stream.seek(place.begin + rows.start * place.row_bytes)
+    stream.write(tensor.contiguous().view(torch.uint8).numpy().data)

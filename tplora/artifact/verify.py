@@ -1,0 +1,111 @@
+"""The saved adapter in plain transformers and PEFT, one process, against the trained model.
+
+What is loaded here knows nothing of tplora's layers: if it says what the trained model said, the
+files are right, whatever tp_size they were trained with.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tplora.artifact.adapter_dir import check_fits_base, read_adapter
+from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
+from tplora.errors import ArtifactError
+
+__all__ = [
+    "Probe",
+    "VerifyReport",
+    "choose_probe_rows",
+    "record_probe",
+    "relative_tolerance",
+    "verify_adapter",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """How far the reloaded adapter is from the model that was trained."""
+
+    max_abs_diff: float
+    """Between the reloaded model's logits and the recorded ones."""
+    max_abs_logit: float
+    """Of the recorded logits: the scale that the difference is seen on."""
+    tolerance: float
+    """Of the difference, in logits."""
+    max_effect: float
+    """How far the adapter moves the logits of the bare base."""
+    num_positions: int
+    """Places in the text that were compared, each over the whole vocabulary."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the logits agree and the adapter does anything at all."""
+        return self.max_abs_diff <= self.tolerance and self.max_effect > 0
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the bare base would have failed; if not, a pass says little of the factors."""
+        return self.max_effect > 2 * self.tolerance
+
+
+def relative_tolerance(dtype: torch.dtype) -> float:
+    """Allowed difference of two runs of the same numbers, as a fraction of the largest logit."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 0.05)
+
+
+def verify_adapter(
+    adapter_folder: Path,
+    base: str,
+    probe_path: Path,
+    *,
+    dtype: torch.dtype,
+    tolerance: float | Literal["by dtype"] = "by dtype",
+    device: str = "cpu",
+) -> VerifyReport:
+    """Load base and adapter without tplora and compare their logits with the recorded ones.
+
+    Not collective, also inside torchrun: nothing here asks for a group or for sharded weights.
+
+    Args:
+        adapter_folder: What was saved.
+        base: Folder or hub id, as ``from_pretrained`` takes it.
+        probe_path: What the trained model said.
+        dtype: Of the base, as it was trained on.
+        tolerance: Fraction of the largest recorded logit.
+        device: Where to compute.
+
+    Raises:
+        ArtifactError: If adapter or probe is damaged, or they belong to another base.
+    """
+    probe = read_probe(probe_path)
+    adapter = read_adapter(adapter_folder)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(device)
+    check_fits_base(
+        adapter, {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    )
+    bare = logits_at(model, probe.rows, probe.positions)
+    if bare.shape != probe.logits.shape:
+        raise ArtifactError(
+            f"{probe_path}: holds logits {list(probe.logits.shape)}, {base} gives "
+            f"{list(bare.shape)}; name the base that was trained on"
+        )
+    adapted = PeftModel.from_pretrained(model, str(adapter_folder), torch_device=device)
+    found = logits_at(adapted, probe.rows, probe.positions)
+    largest = float(probe.logits.abs().max())
+    relative = relative_tolerance(dtype) if tolerance == "by dtype" else tolerance
+    return VerifyReport(
+        max_abs_diff=_largest(found - probe.logits),
+        max_abs_logit=largest,
+        tolerance=relative * largest,
+        max_effect=_largest(found - bare),
+        num_positions=probe.positions.numel(),
+    )
+
+
+def _largest(difference: torch.Tensor) -> float:
+    """NaN if there is one, so that no comparison with a limit comes out true."""
+    return float(difference.abs().max())
