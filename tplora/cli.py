@@ -133,7 +133,7 @@ def export(
 ) -> None:
     """Merge a run's adapter into its base: a model that needs no PEFT."""
     from tplora.artifact.merge import merge_adapter
-    from tplora.preflight import find_base
+    from tplora.run_base import find_base
     from tplora.run_folder import find_adapter
     from tplora.terminal import say
 
@@ -150,17 +150,23 @@ def verify(run: RunPath) -> None:
     """Reload a run's adapter in plain PEFT and compare logits."""
     from tplora.artifact.verify import verify_adapter
     from tplora.errors import ArtifactError
+    from tplora.run_base import find_base
+    from tplora.run_folder import PROBE, find_adapter
     from tplora.terminal import say, show_table
 
-    found = verify_adapter(run)
-    names = ("max_difference", "tolerance", "adapter_effect")
-    show_table([(name.replace("_", " "), f"{getattr(found, name):.3g}") for name in names])
-    if found.max_difference > found.tolerance:
-        raise ArtifactError(
-            f"{run}: plain PEFT's logits differ from the trained model's by "
-            f"{found.max_difference:.3g}, more than {found.tolerance:.3g}; do not use this adapter"
-        )
-    say("verified: plain PEFT gives the trained model's logits", style="green")
+    adapter = find_adapter(run)
+    base = find_base(run, adapter, progress=say)
+    found = verify_adapter(adapter, base.path, run / PROBE, dtype=base.dtype)
+    show_table(
+        [
+            ("largest difference", f"{found.max_abs_diff:.3g} (of a logit, in plain PEFT)"),
+            ("tolerance", f"{found.tolerance:.3g}"),
+            ("effect of the adapter", f"{found.max_effect:.3g} (the same, without it)"),
+        ]
+    )
+    if not found.passed:
+        raise ArtifactError(f"{run}: not verified, see above; do not use this adapter")
+    say("verified: plain PEFT says what the trained model said", style="green")
 
 
 @app.command()
@@ -224,10 +230,10 @@ def _finetune_from_here(
     recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
 ) -> None:
     """The parent's part: everything that can go wrong early, then the ranks."""
-    from tplora.launch import default_num_processes
+    from tplora.launch import count_gpus, default_num_processes
     from tplora.run_folder import LOGS
 
-    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=_num_gpus())
+    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
     _prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
     if num_processes == 1:
         _train(recipe, folder, rank=0)
@@ -285,12 +291,7 @@ def _plan(recipe: Recipe, *, tp_size: int) -> None:
 
 def _planned_tp_size(recipe: Recipe) -> int:
     """Of a plan that is only looked at: as asked, whatever this machine has."""
-    if recipe.parallel.tp_size == "auto":
-        return max(1, _num_gpus())
-    return recipe.parallel.tp_size
+    from tplora.launch import count_gpus
 
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = recipe.parallel.tp_size
+    return max(1, count_gpus()) if asked == "auto" else asked

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
+import torch
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -24,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tplora.errors import LaunchError
 from tplora.failure import Exit, describe_failure, find_root_cause, read_exits
 
-__all__ = ["check_world_size", "default_num_processes", "launch"]
+__all__ = ["check_world_size", "count_gpus", "default_num_processes", "launch"]
 
 # Seconds that ranks get to end after SIGTERM, then they are killed.
 _SHUTDOWN_S = 5
@@ -83,6 +84,11 @@ def default_num_processes(tp_size: int | Literal["auto"], *, num_gpus: int) -> i
             f"set it to {num_gpus} or less, or run on the CPU with CUDA_VISIBLE_DEVICES="
         )
     return tp_size
+
+
+def count_gpus() -> int:
+    """The GPUs of this machine that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_world_size(world_size: int, tp_size: int | Literal["auto"]) -> None:

@@ -1,56 +1,20 @@
-"""What can be known of a run before any process starts: its base, its plan and its rows."""
+"""What can be known of a run before any process starts: its plan and its rows."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from tplora.base.source import resolve_model
 from tplora.plan.build import Plan, build_plan
-from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import Recipe
 from tplora.train.data import TokenizedRows, tokenize_rows
 from tplora.train.rows import read_rows
 
-__all__ = ["Base", "find_base", "plan_recipe", "tokenize_recipe_rows"]
+__all__ = ["plan_recipe", "tokenize_recipe_rows"]
 
 # SFTConfig's own default.
 _MAX_LENGTH = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
-    """Where a finished run's base is."""
-
-    path: str
-    """What ``from_pretrained`` gets: a folder or a hub id."""
-    revision: str | None
-    """Of a hub id."""
-
-
-def find_base(
-    run: Path, adapter: Path, *, progress: Callable[[str], None] = lambda message: None
-) -> Base:
-    """The base of a run: from its ``recipe.toml``, or of a bare adapter, from PEFT's config.
-
-    Args:
-        run: The run's folder.
-        adapter: The adapter's folder.
-        progress: Called with one line before each long step.
-
-    Raises:
-        RecipeError: If the run's recipe cannot be read.
-        SourceError: If the base cannot be had any more.
-    """
-    kept = run / "recipe.toml"
-    if not kept.is_file():
-        config = LoraConfig.from_pretrained(str(adapter))
-        return Base(path=config.base_model_name_or_path, revision=config.revision)
-    model = load_recipe(kept).model
-    source = resolve_model(model, recipe_folder=run, progress=progress)
-    return Base(path=source.path, revision=None if source.is_local else model.revision)
 
 
 def plan_recipe(
@@ -71,7 +35,9 @@ def plan_recipe(
     trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
     lora = LoraConfig(**recipe.lora)
-    return build_plan(config, lora, tp_size=tp_size, trust_remote_code=trust)
+    return build_plan(
+        config, lora, tp_size=tp_size, dtype=recipe.model.dtype, trust_remote_code=trust
+    )
 
 
 def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:

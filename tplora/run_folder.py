@@ -6,14 +6,17 @@ from pathlib import Path
 from tplora.errors import ArtifactError
 from tplora.files import check_writable
 
-__all__ = ["LOGS", "check_run_folder", "clear_run_folder", "find_adapter"]
+__all__ = ["LOGS", "PROBE", "check_run_folder", "clear_run_folder", "find_adapter"]
 
 LOGS = "logs"
 """The ranks' own output, left by a run that failed before it had anything to keep, too."""
 
+PROBE = "probe.safetensors"
+"""What the trained model said, for verify to compare with."""
+
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", "probe*", "merged", LOGS)  # fmt: skip
+        "log.txt", PROBE, "merged", LOGS)  # fmt: skip
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:

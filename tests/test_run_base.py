@@ -1,0 +1,59 @@
+"""Which base belongs to a finished run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig
+
+from tplora.errors import ArtifactError, SourceError
+from tplora.run_base import find_base
+
+
+def _base(folder: Path) -> Path:
+    LlamaConfig(dtype="bfloat16").save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def _adapter(run: Path, base: str | None) -> Path:
+    LoraConfig(base_model_name_or_path=base).save_pretrained(str(run / "adapter"))
+    return run / "adapter"
+
+
+def _recipe(run: Path, base: Path, dtype: str) -> None:
+    (run / "recipe.toml").write_text(
+        f'[model]\npretrained_model_name_or_path = {json.dumps(str(base))}\ndtype = "{dtype}"\n'
+        '[lora]\nr = 2\n[data]\ntrain = "x.jsonl"\n'
+    )
+
+
+def test_the_recipe_of_a_run_names_its_base_whatever_the_adapter_says(tmp_path):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, "owner/published-elsewhere")
+    _recipe(tmp_path, base, "float32")
+    found = find_base(tmp_path, adapter)
+    assert (found.path, found.revision, found.dtype) == (str(base), None, torch.float32)
+
+
+def test_a_dtype_left_to_the_base_is_the_bases(tmp_path):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, None)
+    _recipe(tmp_path, base, "auto")
+    assert find_base(tmp_path, adapter).dtype == torch.bfloat16
+
+
+def test_a_bare_adapter_names_its_base_itself(tmp_path):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, str(base))
+    assert find_base(adapter, adapter).path == str(base)
+
+
+def test_a_base_that_is_gone_or_not_named_is_an_error_of_ours(tmp_path):
+    with pytest.raises(ArtifactError, match="names no base"):
+        find_base(tmp_path, _adapter(tmp_path, None))
+    gone = _adapter(tmp_path, str(tmp_path / "gone"))
+    with pytest.raises(SourceError):
+        find_base(tmp_path, gone)

@@ -1,0 +1,71 @@
+"""The base that a finished run was trained on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig
+
+from tplora.base.source import resolve_model
+from tplora.errors import ArtifactError
+from tplora.recipe.parse import load_recipe
+from tplora.recipe.schema import ModelTable
+
+__all__ = ["Base", "find_base"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What to load, and in which dtype."""
+
+    path: str
+    """What ``from_pretrained`` gets: a folder or a hub id."""
+    revision: str | None
+    """Of a hub id."""
+    dtype: torch.dtype
+    """Of the weights, as in training."""
+
+
+def find_base(
+    run: Path, adapter: Path, *, progress: Callable[[str], None] = lambda message: None
+) -> Base:
+    """The base of a run: from its ``recipe.toml``, or of a bare adapter, from PEFT's config.
+
+    Args:
+        run: The run's folder.
+        adapter: The adapter's folder.
+        progress: Called with one line before each long step.
+
+    Raises:
+        ArtifactError: If a bare adapter does not say what its base is.
+        RecipeError: If the run's recipe cannot be read.
+        SourceError: If the base cannot be had any more.
+    """
+    kept = run / "recipe.toml"
+    model = load_recipe(kept).model if kept.is_file() else _named_by(adapter)
+    source = resolve_model(model, recipe_folder=run, progress=progress)
+    revision = None if source.is_local else model.revision
+    dtype = _dtype(model.dtype, source.path, revision)
+    return Base(path=source.path, revision=revision, dtype=dtype)
+
+
+def _named_by(adapter: Path) -> ModelTable:
+    config = LoraConfig.from_pretrained(str(adapter))
+    name = config.base_model_name_or_path
+    if not name:
+        raise ArtifactError(
+            f"{adapter / 'adapter_config.json'}: names no base; write the base's folder or hub id "
+            "into base_model_name_or_path"
+        )
+    return ModelTable(pretrained_model_name_or_path=name, revision=config.revision)
+
+
+def _dtype(asked: str, path: str, revision: str | None) -> torch.dtype:
+    """``"auto"`` is what the base's own config says, as in ``from_pretrained``."""
+    if asked == "auto":
+        found = AutoConfig.from_pretrained(path, revision=revision).dtype
+    else:
+        found = getattr(torch, asked)
+    return found if isinstance(found, torch.dtype) else torch.float32
