@@ -28,7 +28,7 @@ __all__ = [
     "write_rows",
 ]
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 """Bytes of a tensor that are held at once."""
 
 _DTYPES = {
