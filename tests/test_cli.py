@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from tplora.cli import app
 from tplora.errors import ArtifactError, LaunchError, RecipeError
-from tplora.failure import format_traceback
-from tplora.launch import launch
-from tplora.report import environment_report
-from tplora.run_folder import check_run_folder, clear_run_folder, find_adapter
-from tplora.shipped import copy_recipe, list_recipes
-from tplora.summary import RunSummary
-from tplora.terminal import show_error
+from tplora.launch.failure import format_traceback
+from tplora.launch.launcher import launch
+from tplora.terminal.report import environment_report
+from tplora.run.folder import check_run_folder, clear_run_folder, find_adapter
+from tplora.terminal.shipped import copy_recipe, list_recipes
+from tplora.run.summary import RunSummary
+from tplora.terminal.show import show_error
 
 
 def _run(*arguments: str):
@@ -32,7 +32,7 @@ def _heavy_imports(code: str) -> str:
 
 
 def test_the_command_line_and_a_rank_start_without_heavy_imports():
-    assert _heavy_imports("import tplora.cli, tplora.rank") == ""
+    assert _heavy_imports("import tplora.cli, tplora.launch.rank") == ""
 
 
 def test_help_names_every_command():

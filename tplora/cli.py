@@ -6,6 +6,7 @@ Imports stand inside the commands, so that ``tplora --help`` is instant.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,16 +52,17 @@ def main() -> None:
     """Run the command line.
 
     Errors leave it as exceptions: the interpreter shows them through ``show_error`` and exits with
-    status 1, and in a rank that ``launch`` started, ``tplora.rank`` gets them instead.
+    status 1, and in a rank that ``launch`` started, ``tplora.launch.rank`` gets them instead.
     """
     sys.excepthook = _show_error
+    warnings.simplefilter("ignore", FutureWarning)  # upstream's notices to each other, not to users
     typer.main.get_command(app)(prog_name="tplora")
 
 
 def _show_error(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    from tplora.terminal import show_error
+    from tplora.terminal.show import show_error
 
     show_error(kind, error, traceback)
 
@@ -83,7 +85,7 @@ def finetune(
     Starts the processes itself: parallel.tp_size of them; "auto" is one for each GPU. Works inside
     torchrun, too.
     """
-    from tplora.launch import check_world_size
+    from tplora.launch.launcher import check_world_size
     from tplora.mesh import current_processes
     from tplora.recipe.check import read_recipe
 
@@ -114,9 +116,9 @@ def plan(recipe: RecipePath, set_: Overrides = None) -> None:
 @app.command()
 def check(recipe: RecipePath, set_: Overrides = None) -> None:
     """Check what can be known before training: recipe, rows, plan."""
-    from tplora.preflight import tokenize_recipe_rows
     from tplora.recipe.check import read_recipe
-    from tplora.terminal import say
+    from tplora.run.preflight import tokenize_recipe_rows
+    from tplora.terminal.show import say
 
     asked = read_recipe(recipe, set_ or [])
     _plan(asked, tp_size=_planned_tp_size(asked))
@@ -133,9 +135,9 @@ def export(
 ) -> None:
     """Merge a run's adapter into its base: a model that needs no PEFT."""
     from tplora.artifact.merge import merge_adapter
-    from tplora.run_base import find_base
-    from tplora.run_folder import find_adapter
-    from tplora.terminal import say
+    from tplora.run.base import find_base
+    from tplora.run.folder import find_adapter
+    from tplora.terminal.show import say
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
@@ -150,9 +152,9 @@ def verify(run: RunPath) -> None:
     """Reload a run's adapter in plain PEFT and compare logits."""
     from tplora.artifact.verify import verify_adapter
     from tplora.errors import ArtifactError
-    from tplora.run_base import find_base
-    from tplora.run_folder import PROBE, find_adapter
-    from tplora.terminal import say, show_table
+    from tplora.run.base import find_base
+    from tplora.run.folder import PROBE, find_adapter
+    from tplora.terminal.show import say, show_table
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
@@ -178,14 +180,14 @@ def generate(
 ) -> None:
     """Answer a prompt with a run's base and adapter."""
     from tplora.mesh import current_processes
-    from tplora.run_folder import find_adapter
+    from tplora.run.folder import find_adapter
 
     find_adapter(run)
     if tp_size > 1 and not current_processes().is_launched:
         argv = ["generate", str(run), "--max-new-tokens", str(max_new_tokens)]
         _launch([*argv, "--tp-size", str(tp_size), "--", prompt], tp_size, log_folder=None)
         return
-    from tplora.generate import run_generate
+    from tplora.run.generate import run_generate
 
     run_generate(run, prompt, max_new_tokens=max_new_tokens, tp_size=tp_size)
 
@@ -193,8 +195,8 @@ def generate(
 @recipes_app.command("list")
 def list_shipped() -> None:
     """List the recipes."""
-    from tplora.shipped import list_recipes, shelf
-    from tplora.terminal import say, show_table
+    from tplora.terminal.shipped import list_recipes, shelf
+    from tplora.terminal.show import say, show_table
 
     found = list_recipes(shelf())
     show_table([(recipe.name, recipe.summary) for recipe in found])
@@ -210,8 +212,8 @@ def copy(
     to: Annotated[Path, typer.Argument(help="Folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a recipe and its rows, to change them."""
-    from tplora.shipped import copy_recipe, shelf
-    from tplora.terminal import say
+    from tplora.terminal.shipped import copy_recipe, shelf
+    from tplora.terminal.show import say
 
     for path in copy_recipe(name, folder=shelf(), to=to):
         say(str(path))
@@ -220,8 +222,8 @@ def copy(
 @app.command()
 def report() -> None:
     """Show versions, devices, cores and memory, for a bug report."""
-    from tplora.report import environment_report
-    from tplora.terminal import show_table
+    from tplora.terminal.report import environment_report
+    from tplora.terminal.show import show_table
 
     show_table(environment_report())
 
@@ -230,8 +232,8 @@ def _finetune_from_here(
     recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
 ) -> None:
     """The parent's part: everything that can go wrong early, then the ranks."""
-    from tplora.launch import count_gpus, default_num_processes
-    from tplora.run_folder import LOGS
+    from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.run.folder import LOGS
 
     num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
     _prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
@@ -246,7 +248,7 @@ def _finetune_from_here(
 
 def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
     """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
-    from tplora.run_folder import check_run_folder, clear_run_folder
+    from tplora.run.folder import check_run_folder, clear_run_folder
 
     check_run_folder(folder, overwrite=overwrite)
     _plan(recipe, tp_size=tp_size)
@@ -254,8 +256,8 @@ def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> 
 
 
 def _train(recipe: Recipe, folder: Path, *, rank: int) -> None:
-    from tplora.finetune import run_finetune
-    from tplora.terminal import say, show_table
+    from tplora.run.finetune import run_finetune
+    from tplora.terminal.show import say, show_table
 
     summary = run_finetune(recipe, folder)
     if rank == 0:
@@ -264,9 +266,9 @@ def _train(recipe: Recipe, folder: Path, *, rank: int) -> None:
 
 
 def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> None:
-    from tplora.launch import launch
+    from tplora.launch.launcher import launch
     from tplora.mesh import child_environment
-    from tplora.terminal import say
+    from tplora.terminal.show import say
 
     say(f"starting {num_processes} processes ...", style="dim")
     try:
@@ -283,15 +285,15 @@ def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> 
 
 def _plan(recipe: Recipe, *, tp_size: int) -> None:
     from tplora.plan.report import render_plan
-    from tplora.preflight import plan_recipe
-    from tplora.terminal import say, show
+    from tplora.run.preflight import plan_recipe
+    from tplora.terminal.show import say, show
 
     show(render_plan(plan_recipe(recipe, tp_size=tp_size, progress=say)))
 
 
 def _planned_tp_size(recipe: Recipe) -> int:
     """Of a plan that is only looked at: as asked, whatever this machine has."""
-    from tplora.launch import count_gpus
+    from tplora.launch.launcher import count_gpus
 
     asked = recipe.parallel.tp_size
     return max(1, count_gpus()) if asked == "auto" else asked

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class TploraError(Exception):
-    """A mistake that the person at the terminal can mend; the command line prints it without a traceback."""
+    """A mistake that a person can mend; the command line prints it without a traceback."""
 
 
 class RecipeError(TploraError):
@@ -51,7 +51,7 @@ class DataError(TploraError):
 
 
 class TrainError(TploraError):
-    """Training has to stop: a non-finite number, replicas that differ, ranks with different batches."""
+    """Training has to stop: a non-finite number, or ranks that no longer agree."""
 
 
 class ArtifactError(TploraError):

@@ -116,8 +116,7 @@ def test_modules_to_adapt_have_to_be_named(tmp_path: Path) -> None:
     assert problem.startswith("lora.target_modules (line 4): missing; name modules")
     (problem,) = problems_of(write_recipe(tmp_path), "lora.target_modules=[]")
     assert "adapts nothing" in problem
-    (problem,) = problems_of(write_recipe(tmp_path), 'lora.target_modules=["q_proj", "lm_head"]')
-    assert problem.startswith('lora.target_modules[1] = "lm_head" (--set): ')
+    read_recipe(write_recipe(tmp_path), ['lora.target_modules=["q_proj", "lm_head"]'])
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,13 @@ def attach_adapter(
         layers = plan_layers(
             facts, config, match_targets(model, config, facts), tp_size=tp_size, problems=[]
         )
-        plan = Plan(class_name=facts.class_name, tp_size=tp_size, layers=layers, facts=facts)
+        plan = Plan(
+            class_name=facts.class_name,
+            tp_size=tp_size,
+            layers=layers,
+            facts=facts,
+            base_dtype=str(model.dtype).removeprefix("torch."),
+        )
     attached = TploraModel(
         model,
         config,

@@ -113,7 +113,9 @@ def _write(
             save_embedding_layers=False,  # only factors are trained, so only factors are saved
         )
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
+        mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone
         for path in sorted(files, key=lambda path: path.name == "adapter_config.json"):
+            path.chmod(mode)
             _sync(path)
             target = folder / path.relative_to(aside)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -49,10 +49,17 @@ class Plan:
     tp_size: int
     layers: tuple[LayerPlan, ...]
     facts: ModelFacts
+    base_dtype: str
+    """What the frozen base is held in, such as "bfloat16"."""
 
     def layer(self, name: str) -> LayerPlan | None:
         """The plan of the module called ``name``, or None when it is not adapted."""
         return next((layer for layer in self.layers if layer.name == name), None)
+
+    @property
+    def base_dtype_bytes(self) -> int:
+        """Bytes of one element of the base."""
+        return {"float64": 8, "float32": 4}.get(self.base_dtype, 2)
 
     @property
     def num_trainable(self) -> int:
@@ -65,6 +72,7 @@ def build_plan(
     lora: LoraConfig,
     *,
     tp_size: int,
+    dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Plan:
     """The plan for ``config``'s architecture with adapter ``lora`` on ``tp_size`` ranks.
@@ -73,6 +81,7 @@ def build_plan(
         config: The model's transformers config. No weight is read and no process is needed.
         lora: PEFT's config, used as it is.
         tp_size: Ranks of one tensor-parallel group.
+        dtype: What the base will be held in; "auto" is the dtype it was saved in.
         trust_remote_code: Whether the architecture may come from the model's own code.
 
     Raises:
@@ -86,7 +95,14 @@ def build_plan(
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, names, tp_size=tp_size, problems=problems)
-    return Plan(class_name=facts.class_name, tp_size=tp_size, layers=layers, facts=facts)
+    saved_in = str(config.dtype or "float32").removeprefix("torch.")
+    return Plan(
+        class_name=facts.class_name,
+        tp_size=tp_size,
+        layers=layers,
+        facts=facts,
+        base_dtype=saved_in if dtype == "auto" else dtype,
+    )
 
 
 def plan_layers(

@@ -64,19 +64,10 @@ def _say_pattern(pattern: Mapping[str, Any]) -> str | None:
 
 
 def _list_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
-    modules = lora.get("target_modules")
-    names = modules if isinstance(modules, list) else [modules]
-    if not names:
+    if lora.get("target_modules") == []:
         yield say_problem(
             ["lora", "target_modules"], "adapts nothing; name a module", places=places, value=[]
         )
-    for index, name in enumerate(names):
-        if isinstance(name, str) and name.split(".")[-1] == "lm_head":
-            message = "SFTTrainer reads the head's weight past its adapter; leave it out"
-            yield say_problem(
-                ["lora", "target_modules"], message, places=places, value=name,
-                index=index if isinstance(modules, list) else None,
-            )  # fmt: skip
 
 
 def _spell(value: object) -> str:

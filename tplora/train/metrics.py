@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,16 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
             written up to there.
         tp_size: Ranks that are given the same batch.
         is_writer: Whether this rank writes the file.
-        progress: Where to show the numbers; None on the ranks that show nothing.
+        progress: Where to show the numbers: a terminal, a log, or nowhere.
     """
 
     def __init__(
-        self, path: Path, *, tp_size: int, is_writer: bool, progress: TrainingProgress | None = None
+        self,
+        path: Path,
+        *,
+        tp_size: int,
+        is_writer: bool,
+        progress: Sequence[TrainingProgress] = (),
     ) -> None:
         self._path = path
         self._tp_size = tp_size
@@ -67,8 +72,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
             _keep_up_to(self._path, state.global_step)
         self._tokens_logged = state.num_input_tokens_seen
         self._clock = _Clock()
-        if self._progress is not None:
-            self._progress.begin(state.global_step, state.max_steps)
+        for progress in self._progress:
+            progress.begin(state.global_step, state.max_steps)
 
     def on_step_end(
         self,
@@ -79,8 +84,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
     ) -> None:
         """Count the step's time."""
         self._clock.count()
-        if self._progress is not None:
-            self._progress.advance(state.global_step)
+        for progress in self._progress:
+            progress.advance(state.global_step)
 
     def on_prediction_step(
         self,
@@ -91,8 +96,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
     ) -> None:
         """Show that an evaluation is going on."""
         self._num_eval_batches += 1
-        if self._progress is not None:
-            self._progress.show_evaluation(self._num_eval_batches)
+        for progress in self._progress:
+            progress.show_evaluation(self._num_eval_batches)
 
     def on_evaluate(
         self,
@@ -138,8 +143,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
             return  # the totals at the end of training
         if self._is_writer:
             _append(self._path, record)
-        if self._progress is not None:
-            self._progress.show_record(record)
+        for progress in self._progress:
+            progress.show_record(record)
 
     def _tokens_per_s(self, state: TrainerState) -> float:
         self._clock.count()  # the trainer has just waited for the device to give it the loss

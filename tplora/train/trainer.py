@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from trl import SFTTrainer
 
 from tplora.train.agreement import check_finite, check_same_batch, check_same_replicas
@@ -16,7 +17,6 @@ from tplora.train.head import install_fused_head
 from tplora.upstream import trl_without_head_check
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
     from tplora.adapter.attach import TploraModel
@@ -40,6 +40,7 @@ class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
         install_fused_head(model.get_base_model())
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
+        self._step_loss = torch.zeros(())
 
     @property
     def _tp_group(self) -> ProcessGroup | None:
@@ -53,7 +54,10 @@ class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
             check_same_batch(self._prepare_inputs(inputs), self._tp_group, step=step + 1)
             check_same_replicas(self.model, step=step)
         loss: torch.Tensor = super().training_step(model, inputs, *args)
-        check_finite(float(loss), what="the loss", step=step + 1)
+        self._step_loss = self._step_loss + loss.detach()  # no wait for the device until it steps
+        if self.accelerator.sync_gradients:
+            check_finite(float(self._step_loss), what="the loss", step=step + 1)
+            self._step_loss = torch.zeros(())
         return loss
 
     def compute_loss(

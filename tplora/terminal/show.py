@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from tplora.errors import TploraError
-from tplora.failure import format_traceback
+from tplora.launch.failure import format_traceback
 
 __all__ = ["say", "show", "show_error", "show_table"]
 

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig
 
 from tplora.errors import ArtifactError, SourceError
-from tplora.run_base import find_base
+from tplora.run.base import find_base
 
 
 def _base(folder: Path) -> Path:

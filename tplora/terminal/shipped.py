@@ -22,7 +22,7 @@ class ShippedRecipe:
 
 def shelf() -> Path:
     """The folder of shipped recipes: ``recipes/`` beside the package, in a clone of tplora."""
-    return Path(__file__).resolve().parent.parent / "recipes"
+    return Path(__file__).resolve().parents[2] / "recipes"
 
 
 def list_recipes(folder: Path) -> list[ShippedRecipe]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tplora.errors import LaunchError
-from tplora.failure import Exit, FailureRecord, describe_exit, find_root_cause
-from tplora.launch import check_world_size, default_num_processes, launch
+from tplora.launch.failure import Exit, FailureRecord, describe_exit, find_root_cause
+from tplora.launch.launcher import check_world_size, default_num_processes, launch
 from tplora.mesh import child_environment
 
 # What every program below starts with: it leaves its process id, then waits for its part.
@@ -197,7 +197,7 @@ def test_what_a_failed_rank_started_itself_is_ended(tmp_path):
 
 _LAUNCHER = """
 from tplora.cli import app, main
-from tplora.launch import launch
+from tplora.launch.launcher import launch
 
 @app.command()
 def wait(argv: list[str]):

@@ -1,6 +1,6 @@
 """One launched process: where it writes, what it leaves behind when it fails, how it ends.
 
-    python -m tplora.rank RECORDS LOGS RANK (-m MODULE | SCRIPT) [ARGUMENT ...]
+    python -m tplora.launch.rank RECORDS LOGS RANK (-m MODULE | SCRIPT) [ARGUMENT ...]
 
 RECORDS and LOGS are folders; rank 0 keeps the terminal, rank 1 writes to LOGS/rank1.log.
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tplora.failure import record_failure
+from tplora.launch.failure import record_failure
 
 __all__ = ["main", "run_program"]
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tplora.errors import PlanError
-from tplora.preflight import plan_recipe
+from tplora.run.preflight import plan_recipe
 from tplora.recipe.check import read_recipe
 
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tplora.errors import LaunchError
-from tplora.failure import Exit, describe_failure, find_root_cause, read_exits
+from tplora.launch.failure import Exit, describe_failure, find_root_cause, read_exits
 
 __all__ = ["check_world_size", "count_gpus", "default_num_processes", "launch"]
 
@@ -58,7 +58,7 @@ def launch(
         try:
             with _quiet(), _interruptible():
                 # The engine puts each process's number in the place of ${local_rank}.
-                prefix = [*_path_options(), "-m", "tplora.rank"]
+                prefix = [*_path_options(), "-m", "tplora.launch.rank"]
                 run(*prefix, scratch, str(logs), "${local_rank}", *argv)
         except ChildFailedError as error:
             codes = {rank: found.exitcode for rank, found in error.failures.items()}
@@ -105,7 +105,7 @@ def check_world_size(world_size: int, tp_size: int | Literal["auto"]) -> None:
 
 
 class _RankEnvironment(LogsSpecs):
-    """Passes variables on, and leaves output and error files to tplora.rank.
+    """Passes variables on, and leaves output and error files to tplora.launch.rank.
 
     The engine would open two files per rank, and not close those of a rank that ends by itself.
     """

@@ -1,0 +1,1 @@
+"""Processes: started, watched, and named when one of them fails."""

@@ -1,0 +1,140 @@
+"""The plan as a table: what a person reads before a run, and finds in its folder afterwards."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from tplora.plan.cost import base_bytes, count_collectives, factor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tplora.plan.build import LayerPlan, Plan
+    from tplora.plan.style import TensorPlan
+
+__all__ = ["plan_text", "render_plan"]
+
+_WIDTH = 100
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """The plan for a terminal: one row per kind of layer, then sizes and collectives.
+
+    A cut dim is written ``576/3``: 576 in full, a third of it on each rank.
+    """
+    groups = _grouped(plan.layers)
+    common = _common_prefix(list(groups))
+    table = Table(
+        title=f"{plan.class_name} over tp_size {plan.tp_size}, adapters in {common or 'the model'}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("module", overflow="fold")
+    table.add_column("layers", justify="right")
+    for name in ("style", "W [out, in]", "A [r, in]", "B [out, r]"):
+        table.add_column(name, no_wrap=name != "style", overflow="fold")
+    for pattern, layers in groups.items():
+        first = layers[0]
+        table.add_row(
+            pattern.removeprefix(common),
+            str(len(layers)),
+            first.style or "whole",
+            *(_shape(tensor, plan.tp_size) for tensor in (first.weight, first.a, first.b)),
+        )
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(plan):
+        facts.add_row(name, value)
+    return Group(table, facts)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as plain text, for ``plan.txt``."""
+    text = StringIO()
+    Console(width=_WIDTH, file=text, color_system=None).print(render_plan(plan))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Layers by name without numbers; those that are cut differently apart."""
+    groups: dict[tuple[object, ...], list[LayerPlan]] = {}
+    for layer in layers:
+        key = (_NUMBER.sub(".*", layer.name), layer.style, layer.weight, layer.a, layer.b)
+        groups.setdefault(key, []).append(layer)
+    named: dict[str, list[LayerPlan]] = {}
+    for members in groups.values():
+        pattern = _NUMBER.sub(".*", members[0].name)
+        named[pattern if pattern not in named else members[0].name] = members
+    return named
+
+
+def _common_prefix(patterns: list[str]) -> str:
+    """The leading parts, with their dots, that all patterns share; nothing for a single one."""
+    shared = []
+    for parts in zip(*(pattern.split(".")[:-1] for pattern in patterns), strict=False):
+        if len(patterns) < 2 or len(set(parts)) > 1:
+            break
+        shared.append(parts[0] + ".")
+    return "".join(shared)
+
+
+def _shape(tensor: TensorPlan, tp_size: int) -> str:
+    """The full shape, and on the cut dim by how many ranks it is shared."""
+    sizes = [
+        f"{size}/{tp_size}" if dim == tensor.shard_dim else str(size)
+        for dim, size in enumerate(tensor.shape)
+    ]
+    return f"[{', '.join(sizes)}]"
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    count = count_collectives(plan)
+    total = sum(_numel(shape) for _, shape, _ in plan.facts.parameter_shapes)
+    base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
+    factors = factor_bytes(plan, 0)
+    rows = [
+        (
+            "trainable parameters",
+            f"{plan.num_trainable:,} of {total + plan.num_trainable:,} "
+            f"({100 * plan.num_trainable / (total + plan.num_trainable):.3g} %)",
+        ),
+        (
+            "bytes per rank",
+            f"base {_size(base)} ({plan.base_dtype}), factors {_size(factors)}, their gradients "
+            f"{_size(factors)}, AdamW state {_size(2 * factors)}; activations come on top",
+        ),
+    ]
+    if plan.tp_size > 1:
+        rows.append(
+            (
+                "collectives per step",
+                f"forward {count.forward}, backward {count.backward}, and {count.bucket} bucket of "
+                "partial gradients per optimizer step; the adapter adds none to the base's",
+            )
+        )
+    return rows
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,232 @@
+"""One rank's part of a run, from the recipe to a verified adapter.
+
+rows, plan -> base shards -> factors -> trl's trainer -> adapter, probe, picture -> verified
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from peft import LoraConfig
+from rich.console import Console
+from transformers import AutoTokenizer, PrinterCallback
+from trl import SFTConfig
+
+from tplora.adapter.attach import TploraModel, attach_adapter
+from tplora.adapter.save import save_adapter
+from tplora.artifact.merge import merge_adapter
+from tplora.artifact.probe import choose_probe_rows, record_probe
+from tplora.artifact.verify import VerifyReport, verify_adapter
+from tplora.base.load import check_shards, load_base
+from tplora.base.source import ModelSource, resolve_model
+from tplora.errors import ArtifactError
+from tplora.files import write_text_aside
+from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
+from tplora.plan.report import plan_text
+from tplora.run.folder import PROBE
+from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
+from tplora.run.summary import RunSummary
+from tplora.train.data import TokenizedRows, check_enough_rows
+from tplora.train.metrics import MetricsCallback, read_metrics
+from tplora.train.parallelism import parallelism_config
+from tplora.train.picture import draw_loss
+from tplora.train.preview import preview
+from tplora.train.progress import TrainingProgress
+from tplora.train.trainer import TploraSFTTrainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from tplora.plan.build import Plan
+    from tplora.recipe.schema import ModelTable, Recipe
+
+__all__ = ["run_finetune"]
+
+
+def run_finetune(recipe: Recipe, folder: Path) -> RunSummary:
+    """Train ``recipe`` and leave the run in ``folder``.
+
+    Collective: every rank of the world calls it; the first rank writes and shows.
+
+    Args:
+        recipe: A checked recipe.
+        folder: The run's folder, cleared or new.
+
+    Raises:
+        TploraError: Whatever stops the run, on every rank; nothing half-written is left.
+    """
+    processes = current_processes()
+    device = join_process_group(processes)
+    try:
+        with _Stage(folder, is_writer=processes.rank == 0) as stage:
+            source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
+            plan = plan_recipe(recipe, tp_size=processes.world_size)
+            _write_intent(stage, recipe, plan)
+            trained, tokenizer = _train(recipe, source, plan, device, stage)
+            _save(recipe, trained, tokenizer, stage)
+            dtype = trained.get_base_model().dtype
+            del trained
+            gc.collect()
+    finally:
+        leave_process_group()
+    return _finish(recipe, source, folder, processes, dtype)
+
+
+class _Stage(ExitStack):
+    """Where one rank writes and shows: the first one does, the others do neither."""
+
+    def __init__(self, folder: Path, *, is_writer: bool) -> None:
+        super().__init__()
+        self.folder, self.is_writer = folder, is_writer
+        self.consoles: list[Console] = []
+        if is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            log = self.enter_context((folder / "log.txt").open("w", encoding="utf-8"))
+            self.consoles = [Console(), Console(file=log, width=120, force_terminal=False)]
+
+    def say(self, text: str) -> None:
+        """Show a line on the terminal and keep it in the log."""
+        for console in self.consoles:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
+    if stage.is_writer:
+        write_text_aside(stage.folder / "recipe.toml", recipe.to_toml(), overwrite=True)
+        write_text_aside(stage.folder / "plan.txt", plan_text(plan), overwrite=True)
+
+
+def _train(
+    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: _Stage
+) -> tuple[TploraModel, PreTrainedTokenizerBase]:
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.path, trust_remote_code=recipe.model.trust_remote_code
+    )
+    rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
+    for tokenized in rows.values():
+        stage.say(tokenized.summary())
+    stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
+    model = _load(recipe, source, plan, device)
+    args = _training_arguments(recipe, model, stage.folder, device)
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    check_enough_rows(rows["data.train"].num_rows, rows_per_step=per_step, key="data.train")
+    shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
+    trainer = TploraSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows["data.train"].dataset,
+        eval_dataset=rows["data.eval"].dataset if "data.eval" in rows else None,
+        processing_class=tokenizer,
+        check_every_steps=recipe.parallel.check_every_steps,
+        callbacks=[
+            MetricsCallback(
+                stage.folder / "metrics.jsonl",
+                tp_size=plan.tp_size,
+                is_writer=stage.is_writer,
+                progress=shown,
+            )
+        ],
+    )
+    trainer.pop_callback(PrinterCallback)
+    trainer.train()
+    record_probe(
+        model,
+        choose_probe_rows(row["input_ids"] for row in _probe_rows(rows)),
+        stage.folder / PROBE,
+        is_writer=stage.is_writer,
+    )
+    return model, tokenizer
+
+
+def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase) -> str:
+    return preview(rows["data.train"].dataset, tokenizer)
+
+
+def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
+    """Rows that were not trained on, where there are any."""
+    return (rows.get("data.eval") or rows["data.train"]).dataset
+
+
+def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device) -> TploraModel:
+    base = load_base(
+        source.path, tp_size=plan.tp_size, device=device, **_loading(recipe.model, source)
+    )
+    check_shards(base, plan)
+    lora = LoraConfig(**recipe.lora)
+    lora.base_model_name_or_path = source.name
+    lora.revision = None if source.is_local else recipe.model.revision
+    return attach_adapter(base, lora, seed=recipe.train.get("seed", SFTConfig.seed), plan=plan)
+
+
+def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that the recipe gives and the source has not settled."""
+    names = ["dtype", "trust_remote_code", "attn_implementation", "subfolder"]
+    if not source.is_local:
+        names += ["revision", "cache_dir", "local_files_only"]
+    given = model.model_dump(include=set(names), exclude_none=True)
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _training_arguments(
+    recipe: Recipe, model: TploraModel, folder: Path, device: torch.device
+) -> SFTConfig:
+    defaults = {"report_to": "none"}
+    return SFTConfig(
+        **(defaults | recipe.train),
+        output_dir=str(folder),
+        parallelism_config=parallelism_config(model),
+        use_cpu=device.type == "cpu",
+        disable_tqdm=True,
+        log_level="error",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        include_num_input_tokens_seen="non_padding",
+        logging_nan_inf_filter=False,
+    )
+
+
+def _save(
+    recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: _Stage
+) -> None:
+    adapter = stage.folder / "adapter"
+    save_adapter(model, adapter)
+    if not stage.is_writer:
+        return
+    tokenizer.save_pretrained(adapter)
+    draw_loss(stage.folder / "metrics.jsonl", stage.folder / "loss.png", title=recipe.name)
+    stage.say(f"adapter saved in {adapter}")
+
+
+def _finish(
+    recipe: Recipe, source: ModelSource, folder: Path, processes: Processes, dtype: torch.dtype
+) -> RunSummary:
+    """What one process does alone, once the others have given their memory back."""
+    report = None
+    if processes.rank == 0 and recipe.export.verify:
+        report = _verify(source, folder, dtype)
+    if processes.rank == 0 and recipe.export.merged:
+        merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
+    records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
+    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    return RunSummary(
+        run=folder,
+        adapter=folder / "adapter",
+        first_eval_loss=losses[0] if losses else None,
+        last_eval_loss=losses[-1] if losses else None,
+        verified_difference=None if report is None else report.max_abs_diff,
+    )
+
+
+def _verify(source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
+    report = verify_adapter(folder / "adapter", source.path, folder / PROBE, dtype=dtype)
+    if not report.passed:
+        raise ArtifactError(
+            f"{folder / 'adapter'}: in plain PEFT its logits differ from the trained model's by "
+            f"{report.max_abs_diff:.3g}, more than {report.tolerance:.3g}, or it does nothing "
+            f"(it moves the base's logits by {report.max_effect:.3g}); do not use it"
+        )
+    return report

@@ -1,0 +1,75 @@
+"""Answer a prompt with a run's base and adapter, at any tp_size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoTokenizer, TextStreamer
+
+from tplora.adapter.attach import attach_adapter
+from tplora.adapter.load import load_factors
+from tplora.base.load import load_base
+from tplora.mesh import current_processes, join_process_group, leave_process_group
+from tplora.run.base import find_base
+from tplora.run.folder import find_adapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["run_generate"]
+
+
+def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -> str:
+    """Write the answer to the terminal as it comes; return it.
+
+    Collective: every rank of the tp group calls it; the first rank writes. The most likely token
+    each time, so that every tp_size gives the same answer.
+
+    Args:
+        run: A run's folder, or an adapter's.
+        prompt: What to answer; through the chat template if the tokenizer has one.
+        max_new_tokens: Tokens to write at most.
+        tp_size: Ranks that the model is cut over; any, whatever it was trained with.
+    """
+    processes = current_processes()
+    device = join_process_group(processes)
+    adapter = find_adapter(run)
+    base = find_base(run, adapter)
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    model = attach_adapter(
+        load_base(
+            base.path, tp_size=tp_size, device=device, dtype=base.dtype, revision=base.revision
+        ),
+        LoraConfig.from_pretrained(str(adapter)),
+    )
+    load_factors(model, adapter)
+    model.eval()
+    inputs = _encode(tokenizer, prompt).to(device)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with torch.no_grad():
+        tokens = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=streamer if processes.rank == 0 else None,
+        )
+    leave_process_group()
+    answer: str = tokenizer.decode(
+        tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    return answer
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
