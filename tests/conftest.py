@@ -1,0 +1,51 @@
+"""Worlds that live as long as a module's tests; tiny checkpoints that live as long as the run."""
+
+import pytest
+
+from tests.tiny import write_checkpoint
+from tests.world import World
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world{size}")
+def world(request):
+    """Two ranks, then three: beside 2, 3 finds every hidden half."""
+    with World(request.param) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world2():
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world4():
+    with World(4) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process without a group: the truth that the others are held to."""
+    with World(1) as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """``checkpoint("llama")`` is the path of a tiny random checkpoint, written once per session.
+
+    Only the test process writes; ranks get the path of a finished folder.
+    """
+    folder = tmp_path_factory.mktemp("checkpoints")
+    written = {}
+
+    def get(name, **changes):
+        key = (name, *sorted(changes.items()))
+        if key not in written:
+            place = folder / f"{name}-{len(written)}"
+            written[key] = write_checkpoint(name, place, **changes)
+        return str(written[key])
+
+    return get
