@@ -5,6 +5,7 @@ Imports stand inside the commands, so that ``tplora --help`` is instant.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -56,6 +57,8 @@ def main() -> None:
     """
     sys.excepthook = _show_error
     warnings.simplefilter("ignore", FutureWarning)  # upstream's notices to each other, not to users
+    if not sys.stderr.isatty():  # a progress bar in a file or a pipe is one very long line
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     typer.main.get_command(app)(prog_name="tplora")
 
 

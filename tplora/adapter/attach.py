@@ -10,12 +10,14 @@ Then each factor is replaced by this rank's piece.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModelForCausalLM
 from torch import nn
 
+from tplora.adapter.card import card_text
 from tplora.adapter.dropout import ForwardSeed, ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
@@ -35,7 +37,6 @@ from tplora.upstream import peft_without_tensor_parallelism, register_lora_layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from peft import LoraConfig
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,7 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         with _attaching(model, config, plan.layers, mesh, shared_input, seed):
             super().__init__(model, config, **kwargs)
         self.plan, self.mesh, self.seed = plan, mesh, seed
+        self.card_facts: dict[str, str] = {}
         self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
         self._cut("default")
         self._watch_root(ForwardSeed(seed, data_rank))
@@ -115,6 +117,11 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             for factor in module.factors.get(adapter_name, ())
         }
         return dict(sorted(found.items()))
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """Tplora's own card, in the place where PEFT would write one of blanks."""
+        text = card_text(self.peft_config["default"], self.card_facts)
+        (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
 
     def save_pretrained(
         self,
@@ -236,8 +243,9 @@ def attach_adapter(
 
 
 def _check_trainable(model: TploraModel) -> None:
-    """Only factors are trainable, and all of them are."""
-    expected = set(model.factors())
+    """Only factors are trainable, and all of them are; for inference, nothing is."""
+    is_trained = not model.peft_config["default"].inference_mode
+    expected = set(model.factors()) if is_trained else set()
     found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if found != expected:
         wrong = sorted(found ^ expected)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 from huggingface_hub import cached_assets_path
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.utils.logging import disable_progress_bar
 
 from tplora.errors import ArtifactError, SourceError
 from tplora.files import written_aside
@@ -109,8 +107,6 @@ def convert(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
             as the same architecture.
     """
     where = str(file.parent)
-    if not sys.stderr.isatty():  # a bar in a file or a pipe is one line of thousands of signs
-        disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             where,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
@@ -37,8 +38,6 @@ from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from transformers import PreTrainedTokenizerBase
 
@@ -193,12 +192,23 @@ def _save(
     recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: _Stage
 ) -> None:
     adapter = stage.folder / "adapter"
+    if stage.is_writer:
+        model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
     save_adapter(model, adapter)
     if not stage.is_writer:
         return
     tokenizer.save_pretrained(adapter)
     draw_loss(stage.folder / "metrics.jsonl", stage.folder / "loss.png", title=recipe.name)
     stage.say(f"adapter saved in {adapter}")
+
+
+def _card_facts(recipe: Recipe, records: list[dict[str, float]]) -> dict[str, str]:
+    """What the model card says of the training."""
+    facts = {"rows": f"`{Path(recipe.data.train).name}`", "steps": str(records[-1]["step"])}
+    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    if losses:
+        facts["evaluation loss"] = " -> ".join(f"{loss:.4f}" for loss in (losses[0], losses[-1]))
+    return facts
 
 
 def _finish(

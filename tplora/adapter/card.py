@@ -1,0 +1,69 @@
+"""The model card beside a saved adapter: what it is, what it sits on, how to load it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from peft import LoraConfig
+
+__all__ = ["card_text"]
+
+_CARD = """---
+library_name: peft
+pipeline_tag: text-generation
+{base_model}tags:
+- lora
+- tplora
+---
+
+# LoRA adapter for {base}
+
+{table}
+
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base!r})
+model = PeftModel.from_pretrained(base, "this/folder")
+```
+
+Trained with tplora, tensor-parallel; an ordinary PEFT adapter with full shapes.
+"""
+
+
+def card_text(config: LoraConfig, facts: Mapping[str, str]) -> str:
+    """A card from the adapter's config and what is known of its training.
+
+    Args:
+        config: PEFT's config, with ``base_model_name_or_path``.
+        facts: Further rows of the table, such as the last evaluation loss.
+    """
+    base = config.base_model_name_or_path or "its base model"
+    modules = config.target_modules or ()
+    named = modules if isinstance(modules, str) else ", ".join(sorted(modules))
+    rows = {
+        "base": f"`{base}`",
+        "r": str(config.r),
+        "lora_alpha": str(config.lora_alpha),
+        "lora_dropout": str(config.lora_dropout),
+        "adapted modules": named,
+        **facts,
+    }
+    table = "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows.items())])
+    return _CARD.format(
+        base=base,
+        base_model=f"base_model: {base}\n" if _is_hub_id(base) else "",
+        table=table,
+    )
+
+
+def _is_hub_id(base: str) -> bool:
+    """Whether a hub would know it: ``owner/name``. A path or a wheel means nothing elsewhere."""
+    owner, slash, name = base.partition("/")
+    return bool(owner and slash and name) and "/" not in name and not set(":\\~ ") & set(base)
