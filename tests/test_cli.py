@@ -13,10 +13,10 @@ from tplora.cli import app
 from tplora.errors import ArtifactError, LaunchError, RecipeError
 from tplora.launch.failure import format_traceback
 from tplora.launch.launcher import launch
-from tplora.terminal.report import environment_report
 from tplora.run.folder import check_run_folder, clear_run_folder, find_adapter
-from tplora.terminal.shipped import copy_recipe, list_recipes
 from tplora.run.summary import RunSummary
+from tplora.terminal.report import environment_report
+from tplora.terminal.shipped import copy_recipe, list_recipes
 from tplora.terminal.show import show_error
 
 

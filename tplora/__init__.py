@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tplora.artifact.verify import verify_adapter
     from tplora.base.load import load_base
     from tplora.errors import TploraError
+    from tplora.mesh import current_processes, join_process_group
     from tplora.plan.build import Plan, build_plan
     from tplora.plan.report import render_plan
     from tplora.recipe.check import read_recipe
@@ -36,6 +37,8 @@ _HOMES = {
     "TploraSFTTrainer": "tplora.train.trainer",
     "attach_adapter": "tplora.adapter.attach",
     "build_plan": "tplora.plan.build",
+    "current_processes": "tplora.mesh",
+    "join_process_group": "tplora.mesh",
     "load_base": "tplora.base.load",
     "load_factors": "tplora.adapter.load",
     "merge_adapter": "tplora.artifact.merge",
@@ -54,6 +57,8 @@ __all__ = [
     "TploraSFTTrainer",
     "attach_adapter",
     "build_plan",
+    "current_processes",
+    "join_process_group",
     "load_base",
     "load_factors",
     "merge_adapter",

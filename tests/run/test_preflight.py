@@ -7,8 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from tplora.errors import PlanError
-from tplora.run.preflight import plan_recipe
 from tplora.recipe.check import read_recipe
+from tplora.run.preflight import plan_recipe
 
 
 def _recipe(folder: Path) -> Path:

@@ -1,0 +1,279 @@
+"""A run at tp_size N is the run at tp_size 1: whole models, ten steps, every number."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.communication import count_collectives
+from tests.models import (
+    CUT,
+    STEPS,
+    Case,
+    batches,
+    compare_run,
+    load,
+    load_plain,
+    lora,
+    record_run,
+    world_size,
+)
+from tests.parity import assert_same_on_all_ranks
+from tests.world import RankError
+from tplora.adapter import attach
+from tplora.adapter.embedding import TploraEmbedding
+from tplora.adapter.gradients import GradientSync
+from tplora.base.load import load_base
+from tplora.collectives import SharedInput, reduce_partial
+from tplora.upstream import local_shard
+
+pytestmark = pytest.mark.world
+
+
+@pytest.fixture(scope="module")
+def recorded(alone, checkpoint, tmp_path_factory):
+    """``recorded(name, case)``: the checkpoint's path and the file of the run alone, made once.
+
+    Without dropout the run alone is plain PEFT's; its masks are not ours, so with dropout it is
+    tplora's own in one process.
+    """
+    folder, files = tmp_path_factory.mktemp("alone"), {}
+
+    def get(name, case):
+        path, key = checkpoint(name, **CUT), (name, repr(case.alone()))
+        if key not in files:
+            files[key] = folder / f"{len(files)}.pt"
+            alone.run(_record, path, case.alone(), files[key])
+        return path, files[key]
+
+    return get
+
+
+def _record(path, case, file):
+    record_run(path, case, file, is_plain=case.dropout == 0)
+
+
+def _run_equals_the_run_alone(path, case, file):
+    model = compare_run(path, case, file)
+    assert model.sync.num_buckets == STEPS * (2 if case.is_reduced_each_backward else 1)
+    for name, factor in model.factors().items():
+        if factor.plan.shard_dim is None:
+            assert_same_on_all_ranks(tensor=factor.parameter, what=name)
+
+
+FAMILIES = ("llama_bias", "qwen3", "phi3", "olmo2", "qwen2_tied")
+"""Each family once; Llama with biases, which a row-parallel layer must add once."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ten_steps_equal_plain_peft(world, recorded, name):
+    path, file = recorded(name, Case())
+    world.run(_run_equals_the_run_alone, path, Case(), file)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ten_steps_with_dropout_equal_one_process(world, recorded, name):
+    case = Case(dropout=0.3)
+    path, file = recorded(name, case)
+    world.run(_run_equals_the_run_alone, path, case, file)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_ranks_equal_the_run_alone(world4, recorded, name, dropout):
+    case = Case(dropout=dropout)
+    path, file = recorded(name, case)
+    world4.run(_run_equals_the_run_alone, path, case, file)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_tied"])
+def test_adapters_on_head_and_embedding_equal_the_run_alone(world, recorded, name, dropout):
+    case = Case("ends", dropout=dropout)
+    path, file = recorded(name, case)
+    world.run(_run_equals_the_run_alone, path, case, file)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2"])
+def test_an_adapter_among_layers_that_transformers_runs_equals_plain_peft(world, recorded, name):
+    case = Case("fused-query" if name == "phi3" else "query")
+    path, file = recorded(name, case)
+    world.run(_run_equals_the_run_alone, path, case, file)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("patterns"),
+        Case(is_reduced_each_backward=True),
+        Case(checkpointing="reentrant", dropout=0.3),
+        Case(checkpointing="non-reentrant", dropout=0.3),
+    ],
+    ids=str,
+)
+def test_settings_that_must_not_change_the_run_do_not(world, recorded, case):
+    path, file = recorded("llama", case)
+    world.run(_run_equals_the_run_alone, path, case, file)
+
+
+def _half_precision_is_no_worse_than_alone(path):
+    config = {"init_lora_weights": False}  # so that no gradient is zero
+    batch = batches(1)[0]
+
+    def run(model):
+        model.eval()
+        outputs = model(**batch)
+        outputs.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        return {"logits": outputs.logits.detach()} | grads
+
+    rounded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    exact = load_plain(path, lora(**config), dtype=torch.float32)
+    for name, parameter in exact.get_base_model().named_parameters():
+        if not parameter.requires_grad:
+            parameter.data = rounded.get_parameter(name.replace(".base_layer", "")).data.float()
+    truth = run(exact)
+    alone = run(load_plain(path, lora(**config), dtype=torch.bfloat16))
+    model = load(path, lora(**config), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    found = run(model)
+    off = {"alone": 0.0, "here": 0.0}
+    for name, wanted in truth.items():
+        whole = found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name]
+        errors = [float((t.float() - wanted).norm() / wanted.norm()) for t in (alone[name], whole)]
+        off["alone"] += errors[0] / len(truth)
+        off["here"] += errors[1] / len(truth)
+        assert errors[1] <= 2 * errors[0] + 0.02, f"{name}: {errors[1]:.3g}, alone {errors[0]:.3g}"
+    assert 0 < off["alone"], "bfloat16 rounds nothing"
+    assert off["here"] <= 2 * off["alone"], off
+
+
+def test_bfloat16_is_at_most_twice_as_far_from_the_truth_as_in_one_process(world, checkpoint):
+    world.run(_half_precision_is_no_worse_than_alone, checkpoint("llama", **CUT))
+
+
+def _communication(path, targets):
+    model = load(path, lora(targets))
+    batch = batches(1)[0]
+    model(**batch).loss.backward()  # the first backward pays for nothing that later ones do not
+    outputs = []
+    forward = count_collectives(lambda: outputs.append(model(**batch)))
+    backward = count_collectives(lambda: outputs[0].loss.backward())
+    bare = load_base(path, tp_size=world_size(), dtype=torch.float64)
+    return forward, backward, count_collectives(lambda: bare(**batch)), model.sync.num_buckets
+
+
+def test_a_decoder_layer_takes_two_collectives_each_way_and_the_adapter_adds_none(
+    world, checkpoint
+):
+    layers = 4
+    path = checkpoint("llama", num_hidden_layers=layers, **CUT)
+    for forward, backward, bare, num_buckets in world.run(_communication, path, "all-linear"):
+        assert forward == {"all_reduce": 2 * layers + 1, "all_gather": 1}  # embedding; head
+        assert forward == bare
+        # The head's input adds one; the first layer's q, k and v read a frozen embedding, which
+        # saves one; the bucket comes last.
+        assert backward == {"all_reduce": 2 * layers + 1 - 1 + 1}
+        assert num_buckets == 2  # two backward passes, each the last of its step
+
+
+def _save(path, case, folder):
+    model = load(path, lora(case.targets, dropout=case.dropout))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        batch, optimizer = batches(1)[0], torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+    model.save_pretrained(folder)
+    return model.eval()(**batch).logits.detach().numpy()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_tied"])
+@pytest.mark.parametrize("targets", ["all-linear", "ends"])
+def test_a_saved_adapter_equals_that_of_one_process_and_plain_peft_runs_it(
+    world, alone, checkpoint, tmp_path, name, targets
+):
+    path, case = checkpoint(name, **CUT), Case(targets, dropout=0.3)
+    here, there = tmp_path / "here", tmp_path / "there"
+    logits = world.run(_save, path, case, here)[0]
+    alone.run(_save, path, case, there)
+
+    found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in (here, there))
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6, msg=key)
+    assert (here / "adapter_config.json").read_text() == (there / "adapter_config.json").read_text()
+
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    plain = PeftModel.from_pretrained(base, here)
+    again = plain(**batches(1)[0]).logits.detach()
+    torch.testing.assert_close(again, torch.from_numpy(logits), rtol=0, atol=1e-6)
+
+
+def _foreign_tokens_not_masked(self, x, *_):
+    rows = local_shard(self.get_base_layer().weight)
+    start = self.mesh.get_local_rank() * rows.shape[0]
+    own = (x - start).clamp(0, rows.shape[0] - 1)
+    return reduce_partial(self._add_delta(F.embedding(own, rows), own), self.mesh.get_group())
+
+
+def _attach_by_rank(model, config, *, seed):
+    return attach.attach_adapter(model, config, seed=seed + torch.distributed.get_rank())
+
+
+BREAKS = {
+    "the bucket skipped": (
+        Case(),
+        lambda: mock.patch.object(GradientSync, "_reduce", lambda *_: None),
+        "step 1: grad of .*lora_B",
+    ),
+    "the bucket summed twice": (
+        Case(is_reduced_each_backward=True),
+        lambda: mock.patch("tplora.adapter.gradients._begin", lambda _: None),
+        "step 1: grad of .*lora_B",
+    ),
+    "stock dropout": (
+        Case(dropout=0.3),
+        lambda: mock.patch.object(attach, "_shard_dropout", lambda *_: None),
+        "step 1: loss|step 1: grad",
+    ),
+    "ranks that draw their own masks": (
+        Case(dropout=0.3),
+        lambda: mock.patch.object(attach.ForwardSeed, "enter", lambda *_: None),
+        "step 1: grad",
+    ),
+    "ranks that draw their own factors": (
+        Case(),
+        lambda: mock.patch("tests.models.attach_adapter", _attach_by_rank),
+        "lora_A.default.weight before step 1",
+    ),
+    "foreign tokens not masked": (
+        Case("ends"),
+        lambda: mock.patch.object(TploraEmbedding, "forward", _foreign_tokens_not_masked),
+        "step 1: loss 0",
+    ),
+    "a head that does not sum its input's gradient": (
+        Case("ends"),
+        lambda: mock.patch.object(SharedInput, "__call__", lambda _, x: x),
+        "step 1: grad of .*(lora_embedding|o_proj)",
+    ),
+}
+
+
+def _broken_run_equals_the_run_alone(path, case, file, what):
+    with BREAKS[what][1]():
+        compare_run(path, case, file)
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_parity_sees(world2, recorded, what):
+    case, _, seen_as = BREAKS[what]
+    path, file = recorded("llama", case)
+    with pytest.raises(RankError, match=seen_as):
+        world2.run(_broken_run_equals_the_run_alone, path, case, file, what)
