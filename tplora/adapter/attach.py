@@ -10,11 +10,12 @@ Then each factor is replaced by this rank's piece.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModelForCausalLM
+from peft import PeftModelForCausalLM, TaskType
 from torch import nn
 
 from tplora.adapter.card import card_text
@@ -84,20 +85,60 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
         self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
-        self._cut("default")
+        self._shared_input = shared_input
+        self._cut("default", plan.layers)
         self._watch_root(ForwardSeed(seed, data_rank))
 
-    def _cut(self, adapter_name: str) -> None:
+    def _cut(self, adapter_name: str, layers: tuple[LayerPlan, ...]) -> None:
         """Replace the full factors of one adapter by this rank's pieces."""
-        for name, module in self.named_modules():
-            if not isinstance(module, TploraLinear | TploraEmbedding):
-                continue
-            if adapter_name not in module.r:
-                continue
-            _shard_dropout(module, adapter_name)
-            for factor in module.make_factors(adapter_name, name):
+        base = self.get_base_model()
+        for plan in layers:
+            module = base.get_submodule(plan.name)
+            assert isinstance(module, TploraLinear | TploraEmbedding)
+            _shard_dropout(module, adapter_name, plan)
+            for factor in module.make_factors(adapter_name, f"base_model.model.{plan.name}", plan):
                 if self.sync is not None:
                     self.sync.add(factor)
+
+    def add_adapter(self, adapter_name: str, peft_config: LoraConfig, **kwargs: Any) -> None:
+        """PEFT's ``add_adapter``, with factors that are cut like their layers.
+
+        Drawn from the model's seed and the adapter's name, so that no two adapters start alike.
+
+        Raises:
+            PlanError: A target that cannot be exact, by name.
+        """
+        base, facts = self.get_base_model(), self.plan.facts
+        known = {module.name for module in facts.modules}
+        names = tuple(n for n in match_targets(base, peft_config, facts) if n in known)
+        layers = plan_layers(facts, peft_config, names, tp_size=self.plan.tp_size, problems=[])
+        seed = self.seed + zlib.crc32(adapter_name.encode())
+        with _attaching(base, peft_config, layers, self.mesh, self._shared_input, seed):
+            super().add_adapter(adapter_name, peft_config, **kwargs)
+        self._cut(adapter_name, layers)
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: PEFT would combine this rank's pieces with full tensors.
+
+        Raises:
+            PlanError: Always.
+        """
+        raise PlanError(
+            [
+                "add_weighted_adapter: cannot be done on factors that are cut; save the adapters, "
+                "combine them with plain PEFT in one process, and load_adapter the result"
+            ]
+        )
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used."""
+        names = list(self.factors(adapter_name))
+        super().delete_adapter(adapter_name)
+        if self.sync is not None:
+            self.sync.remove(names)
+        for module in self.modules():
+            if isinstance(module, TploraLinear | TploraEmbedding):
+                module.factors.pop(adapter_name, None)
 
     def _watch_root(self, forward_seed: ForwardSeed) -> None:
         """Hook the PEFT wrapper and the base: callers may enter through either."""
@@ -177,14 +218,16 @@ def _attaching(
         yield
 
 
-def _shard_dropout(module: TploraLinear | TploraEmbedding, adapter_name: str) -> None:
+def _shard_dropout(
+    module: TploraLinear | TploraEmbedding, adapter_name: str, plan: LayerPlan
+) -> None:
     """Swap PEFT's dropout for one whose masks do not depend on tp_size."""
     dropout = module.lora_dropout[adapter_name]
     if isinstance(dropout, nn.Dropout):
-        is_input_cut = module.plan.a.shard_dim is not None
+        is_input_cut = plan.a.shard_dim is not None
         module.lora_dropout[adapter_name] = ShardedDropout(
             dropout.p,
-            in_features=module.plan.a.shape[1],
+            in_features=plan.a.shape[1],
             mesh=module.mesh if is_input_cut else None,
         )
 
@@ -216,6 +259,7 @@ def attach_adapter(
         PlanError: A target that cannot be exact, by name.
         ShardError: A weight on this rank is not the piece the plan says.
     """
+    config.task_type = config.task_type or TaskType.CAUSAL_LM
     mesh = tp_mesh(model)
     tp_size = 1 if mesh is None else mesh.size()
     if plan is None:

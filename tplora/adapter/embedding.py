@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor
+from tplora.adapter.factor import Factor, factors_of
 from tplora.collectives import reduce_partial
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
@@ -63,16 +63,18 @@ class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
         vocab_size, hidden_size = self.plan.weight.shape
         return vocab_size, hidden_size
 
-    def make_factors(self, adapter_name: str, prefix: str) -> tuple[Factor, Factor]:
+    def make_factors(
+        self, adapter_name: str, prefix: str, plan: LayerPlan
+    ) -> tuple[Factor, Factor]:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
         a, b = (
             Factor(
                 f"{prefix}.{key}.{adapter_name}",
                 (getattr(self, key), adapter_name),
-                plan,
+                factor_plan,
                 self.mesh,
             )
-            for key, plan in (("lora_embedding_A", self.plan.a), ("lora_embedding_B", self.plan.b))
+            for key, factor_plan in (("lora_embedding_A", plan.a), ("lora_embedding_B", plan.b))
         )
         self.factors[adapter_name] = (a, b)
         return a, b
@@ -99,9 +101,9 @@ class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
             return result
         dtype = result.dtype
         for name in self.active_adapters:
-            if name not in self.factors:
+            if name not in self.lora_embedding_A:
                 continue
-            a, b = (factor.local() for factor in self.factors[name])
+            a, b = (factor.local() for factor in factors_of(self.factors, name))
             rows = F.embedding(tokens, a.T, padding_idx=self._own_padding(a.shape[1], start))
             result = result + F.linear(rows, b) * self.scaling[name]
         return result.to(dtype)

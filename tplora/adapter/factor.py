@@ -19,11 +19,11 @@ from tplora.plan.style import FactorPlan, shard_range
 from tplora.upstream import local_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Factor", "shard_full"]
+__all__ = ["Factor", "factors_of", "shard_full"]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
@@ -142,3 +142,19 @@ class Factor:
         if isinstance(parameter, DTensor):
             return parameter.full_tensor().detach()
         return parameter.detach()
+
+
+def factors_of(
+    factors: Mapping[str, tuple[Factor, Factor]], adapter_name: str
+) -> tuple[Factor, Factor]:
+    """A and B of an adapter that PEFT has put on a layer.
+
+    Raises:
+        ShardError: If PEFT made them behind our back; skipping them would train nothing.
+    """
+    if adapter_name not in factors:
+        raise ShardError(
+            f"adapter {adapter_name!r}: was put on the model past tplora and is not cut; add it with "
+            "model.add_adapter or model.load_adapter"
+        )
+    return factors[adapter_name]

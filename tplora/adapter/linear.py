@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor
+from tplora.adapter.factor import Factor, factors_of
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.upstream import local_shard
 
@@ -75,16 +75,18 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         assert self.mesh is not None
         return self.mesh.get_group()
 
-    def make_factors(self, adapter_name: str, prefix: str) -> tuple[Factor, Factor]:
+    def make_factors(
+        self, adapter_name: str, prefix: str, plan: LayerPlan
+    ) -> tuple[Factor, Factor]:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
         a, b = (
             Factor(
                 f"{prefix}.{key}.{adapter_name}.weight",
                 (getattr(self, key)[adapter_name], "weight"),
-                plan,
+                factor_plan,
                 self.mesh,
             )
-            for key, plan in (("lora_A", self.plan.a), ("lora_B", self.plan.b))
+            for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
         )
         self.factors[adapter_name] = (a, b)
         return a, b
@@ -98,9 +100,9 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
             return result
         dtype = result.dtype
         for name in self.active_adapters:
-            if name not in self.factors:
+            if name not in self.lora_A:
                 continue
-            a, b = (factor.local() for factor in self.factors[name])
+            a, b = (factor.local() for factor in factors_of(self.factors, name))
             dropped = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
             result = result + F.linear(F.linear(dropped, a), b) * self.scaling[name]
         return result.to(dtype)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
+from tplora.plan.lora import find_config_problems
 from tplora.plan.style import STYLES, FactorPlan, Kind, TensorPlan, place_factors
 from tplora.plan.target import match_targets
 from tplora.upstream import build_meta_model, lora_rank_of
@@ -114,6 +115,7 @@ def plan_layers(
     problems: list[str],
 ) -> tuple[LayerPlan, ...]:
     """Plan each module of ``names``; raise all of ``problems`` and those found here together."""
+    problems += find_config_problems(lora)
     modules = {module.name: module for module in facts.modules}
     layers = []
     for name in names:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tplora.recipe.wording import Places, say_problem
 
-__all__ = ["SUPPORTED", "find_lora_problems"]
+__all__ = ["SUPPORTED", "find_lora_problems", "say_value"]
 
 SUPPORTED = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "bias", "use_rslora",
@@ -32,7 +32,7 @@ def find_lora_problems(
 ) -> Iterator[str]:
     """Every rule broken by the keys of right name and type; ``given`` has the others too."""
     for key, value in lora.items():
-        message = _say_value(key, value, defaults)
+        message = say_value(key, value, defaults)
         if message:
             yield say_problem(["lora", key], message, places=places, value=value)
     if "target_modules" not in given:
@@ -41,7 +41,8 @@ def find_lora_problems(
     yield from _list_problems(lora, places)
 
 
-def _say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | None:
+def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | None:
+    """What is wrong with one field of ``LoraConfig``, or None."""
     if key not in SUPPORTED:
         return None if value == defaults[key] else _NOT_EXACT
     if key in _ONLY and value not in _ONLY[key]:
