@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.communication import RecordedBytes, count_collectives
+from tests.communication import Recorded, count_collectives, kind_of
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
 from tplora import collectives
@@ -195,9 +196,30 @@ def test_communication_is_that_of_the_table(world, name):
     assert world.run(_communication, name) == [COMMUNICATION[name]] * world.size
 
 
+def _counted_twice(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    group, size = dist.group.WORLD, 12
+    x = (_own(_randn(3, size)) if name == "gather_last_dim" else _randn(3, size)).requires_grad_()
+    args = (x, size, group) if name == "gather_last_dim" else (x, group)
+
+    def run() -> None:
+        getattr(collectives, name)(*args).sum().backward()
+
+    with CommDebugMode() as mode:
+        run()
+    theirs = {kind_of(str(op)): number for op, number in mode.get_comm_counts().items()}
+    return count_collectives(run), theirs
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_our_counter_agrees_with_that_of_torch(world2, name):
+    ours, theirs = world2.run(_counted_twice, name)[0]
+    assert ours == theirs
+    assert sum(ours.values()) == 1
+
+
 def _bytes_sent() -> tuple[list[int], list[int]]:
     x = _randn(3, 12).requires_grad_()
-    with RecordedBytes() as sent:
+    with Recorded() as sent:
         reduce_partial(x, dist.group.WORLD)
         gather_last_dim(_own(x.detach()), 12, dist.group.WORLD)
     return sent.of("all_reduce"), sent.of("all_gather")

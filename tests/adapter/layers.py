@@ -20,7 +20,6 @@ from tplora.adapter.attach import _LINEAR_BY_CUT, _shard_dropout
 from tplora.adapter.dropout import ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
-from tplora.adapter.linear import TploraLinear
 from tplora.collectives import SharedInput
 from tplora.plan.build import LayerPlan
 from tplora.plan.style import STYLES, TensorPlan, place_factors, shard_range
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.adapter.factor import Factor
+    from tplora.adapter.linear import TploraLinear
 
 KEY = 77
 """What the default generator is seeded with before each forward, here and in the reference."""

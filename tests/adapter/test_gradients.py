@@ -10,9 +10,10 @@ import torch
 from accelerate.state import GradientState
 
 from tests.adapter.models import load_plain, load_tplora, tokens
-from tests.communication import RecordedBytes
+from tests.communication import Recorded
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
+from tplora.adapter import gradients
 from tplora.adapter.gradients import GradientSync
 
 pytestmark = pytest.mark.world
@@ -230,10 +231,10 @@ def test_a_backward_that_raised_does_not_stop_the_next(world2, checkpoint):
 def _bucket_bytes(path: str) -> tuple[list[int], int]:
     model = load_tplora(path)
     loss = _loss(model)
-    with RecordedBytes() as forward_free, mock.patch.object(GradientSync, "_reduce", _nothing):
+    with Recorded() as forward_free, mock.patch.object(GradientSync, "_reduce", _nothing):
         loss.backward(retain_graph=True)
     model.zero_grad()
-    with RecordedBytes() as sent:
+    with Recorded() as sent:
         loss.backward()
     own = list(sent.of("all_reduce"))
     for num_bytes in forward_free.of("all_reduce"):
@@ -269,11 +270,9 @@ def test_accumulation_sums_nothing_before_the_last_backward(world, checkpoint):
 
 
 def _while_broken(path: str, name: str) -> None:
-    from tplora.adapter import gradients
-
     breaks = {
         "no bucket": mock.patch.object(GradientSync, "_reduce", _nothing),
-        "reduced twice": mock.patch.object(gradients, "_begin", lambda _factor: None),
+        "reduced twice": mock.patch.object(gradients, "_begin"),
     }
     with breaks[name]:
         _several_synced(path)
