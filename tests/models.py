@@ -25,7 +25,7 @@ from tplora.adapter.attach import TploraModel, attach_adapter
 from tplora.base.load import check_shards, load_base
 
 HEADS = (24, 12)
-"""Attention and key-value heads that 2, 3 and 4 divide, with ``head_dim=4``: one reference for all."""
+"""Attention and key-value heads that 2, 3 and 4 divide: one reference serves all."""
 CUT = {"heads": HEADS, "head_dim": 4}
 SEED = 7
 STEPS = 10
@@ -132,7 +132,7 @@ See = Callable[[str, torch.Tensor], None]
 
 
 def train(model: nn.Module, case: Case, see: See, *, num_steps: int = STEPS) -> None:
-    """AdamW with two micro-batches a step and clipping, by torch's own means; ``see`` every number."""
+    """Two micro-batches a step, clipping and AdamW by torch's own means; ``see`` every number."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _enable_checkpointing(model, case.checkpointing)
     for name, parameter in trained.items():
@@ -174,6 +174,18 @@ def _enable_checkpointing(model: nn.Module, kind: str | None) -> None:
     base.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
     if kind == "reentrant":
         base.enable_input_require_grads()
+    for module in (part for layer in base.model.layers for part in layer.children()):
+        module.forward = _in_double(module.forward)
+
+
+def _in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For what is computed again in backward, where torch has closed the mode."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with InDouble():
+            return forward(*args, **kwargs)
+
+    return wrapped
 
 
 def record_run(path: str, case: Case, file: Path, *, is_plain: bool) -> None:

@@ -148,7 +148,7 @@ def _half_precision_is_no_worse_than_alone(path):
         off["alone"] += errors[0] / len(truth)
         off["here"] += errors[1] / len(truth)
         assert errors[1] <= 2 * errors[0] + 0.02, f"{name}: {errors[1]:.3g}, alone {errors[0]:.3g}"
-    assert 0 < off["alone"], "bfloat16 rounds nothing"
+    assert off["alone"] > 0, "bfloat16 rounds nothing"
     assert off["here"] <= 2 * off["alone"], off
 
 
@@ -161,10 +161,16 @@ def _communication(path, targets):
     batch = batches(1)[0]
     model(**batch).loss.backward()  # the first backward pays for nothing that later ones do not
     outputs = []
-    forward = count_collectives(lambda: outputs.append(model(**batch)))
-    backward = count_collectives(lambda: outputs[0].loss.backward())
+    forward = _count(lambda: outputs.append(model(**batch)))
+    backward = _count(lambda: outputs[0].loss.backward())
     bare = load_base(path, tp_size=world_size(), dtype=torch.float64)
-    return forward, backward, count_collectives(lambda: bare(**batch)), model.sync.num_buckets
+    return forward, backward, _count(lambda: bare(**batch)), model.sync.num_buckets
+
+
+def _count(fn):
+    found = count_collectives(fn)
+    found.pop("wrap_tensor_autograd", None)  # of functional collectives; it moves nothing
+    return found
 
 
 def test_a_decoder_layer_takes_two_collectives_each_way_and_the_adapter_adds_none(
@@ -194,8 +200,16 @@ def _save(path, case, folder):
     return model.eval()(**batch).logits.detach().numpy()
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_tied"])
-@pytest.mark.parametrize("targets", ["all-linear", "ends"])
+def _plain_logits(path, folder):
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    plain = PeftModel.from_pretrained(base, folder)
+    return plain(**batches(1)[0]).logits.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", "all-linear"), ("phi3", "all-linear"), ("llama", "ends"), ("qwen2_tied", "ends")],
+)
 def test_a_saved_adapter_equals_that_of_one_process_and_plain_peft_runs_it(
     world, alone, checkpoint, tmp_path, name, targets
 ):
@@ -210,10 +224,8 @@ def test_a_saved_adapter_equals_that_of_one_process_and_plain_peft_runs_it(
         torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6, msg=key)
     assert (here / "adapter_config.json").read_text() == (there / "adapter_config.json").read_text()
 
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    plain = PeftModel.from_pretrained(base, here)
-    again = plain(**batches(1)[0]).logits.detach()
-    torch.testing.assert_close(again, torch.from_numpy(logits), rtol=0, atol=1e-6)
+    again = alone.run(_plain_logits, path, here)[0]
+    assert abs(again - logits).max() < 1e-6
 
 
 def _foreign_tokens_not_masked(self, x, *_):
@@ -230,22 +242,22 @@ def _attach_by_rank(model, config, *, seed):
 BREAKS = {
     "the bucket skipped": (
         Case(),
-        lambda: mock.patch.object(GradientSync, "_reduce", lambda *_: None),
+        lambda: mock.patch.object(GradientSync, "_reduce"),
         "step 1: grad of .*lora_B",
     ),
     "the bucket summed twice": (
         Case(is_reduced_each_backward=True),
-        lambda: mock.patch("tplora.adapter.gradients._begin", lambda _: None),
+        lambda: mock.patch("tplora.adapter.gradients._begin"),
         "step 1: grad of .*lora_B",
     ),
     "stock dropout": (
         Case(dropout=0.3),
-        lambda: mock.patch.object(attach, "_shard_dropout", lambda *_: None),
+        lambda: mock.patch.object(attach, "_shard_dropout"),
         "step 1: loss|step 1: grad",
     ),
     "ranks that draw their own masks": (
         Case(dropout=0.3),
-        lambda: mock.patch.object(attach.ForwardSeed, "enter", lambda *_: None),
+        lambda: mock.patch.object(attach.ForwardSeed, "enter", return_value=None),
         "step 1: grad",
     ),
     "ranks that draw their own factors": (
