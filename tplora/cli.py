@@ -269,6 +269,7 @@ def _train(recipe: Recipe, folder: Path, *, rank: int) -> None:
 
 
 def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> None:
+    from tplora.errors import LaunchError
     from tplora.launch.launcher import launch
     from tplora.mesh import child_environment
     from tplora.terminal.show import say
@@ -281,6 +282,11 @@ def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> 
             log_folder=log_folder,
             env=child_environment(num_processes),
         )
+    except LaunchError as error:
+        if log_folder is not None:
+            with (log_folder.parent / "log.txt").open("a", encoding="utf-8") as log:
+                log.write(f"{error}\n")
+        raise
     except KeyboardInterrupt:
         say("\ninterrupted: every process has ended", is_error=True)
         raise

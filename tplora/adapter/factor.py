@@ -154,7 +154,7 @@ def factors_of(
     """
     if adapter_name not in factors:
         raise ShardError(
-            f"adapter {adapter_name!r}: was put on the model past tplora and is not cut; add it with "
-            "model.add_adapter or model.load_adapter"
+            f"adapter {adapter_name!r}: was put on the model past tplora and is not cut; add it "
+            "with model.add_adapter or model.load_adapter"
         )
     return factors[adapter_name]

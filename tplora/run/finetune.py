@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from contextlib import ExitStack
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
@@ -22,14 +23,13 @@ from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.base.load import check_shards, load_base
 from tplora.base.source import ModelSource, resolve_model
-from tplora.errors import ArtifactError
+from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
-from tplora.train.data import TokenizedRows, check_enough_rows
 from tplora.train.metrics import MetricsCallback, read_metrics
 from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from tplora.plan.build import Plan
     from tplora.recipe.schema import ModelTable, Recipe
+    from tplora.train.data import TokenizedRows
 
 __all__ = ["run_finetune"]
 
@@ -88,6 +89,13 @@ class _Stage(ExitStack):
             log = self.enter_context((folder / "log.txt").open("w", encoding="utf-8"))
             self.consoles = [Console(), Console(file=log, width=120, force_terminal=False)]
 
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        """Keep in the log what ended the run; the terminal is told by whoever started it."""
+        if error is not None and self.consoles:
+            lines = [str(error)] if isinstance(error, TploraError) else format_exception(error)
+            self.consoles[-1].print("".join(lines), markup=False, highlight=False, soft_wrap=True)
+        return super().__exit__(kind, error, trace)
+
     def say(self, text: str) -> None:
         """Show a line on the terminal and keep it in the log."""
         for console in self.consoles:
@@ -112,8 +120,6 @@ def _train(
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
     model = _load(recipe, source, plan, device)
     args = _training_arguments(recipe, model, stage.folder, device)
-    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    check_enough_rows(rows["data.train"].num_rows, rows_per_step=per_step, key="data.train")
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(
         model=model,

@@ -1,14 +1,16 @@
 """What can be known of a run before any process starts: its plan and its rows."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
+from trl import SFTConfig
 
 from tplora.base.source import resolve_model
 from tplora.plan.build import Plan, build_plan
 from tplora.recipe.schema import Recipe
-from tplora.train.data import TokenizedRows, tokenize_rows
+from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
 
 __all__ = ["plan_recipe", "tokenize_recipe_rows"]
@@ -52,11 +54,24 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust)
     named = {"data.train": recipe.data.train, "data.eval": recipe.data.eval}
     for key, spec in named.items():
-        if spec is not None:
-            yield tokenize_rows(
-                read_rows(spec, folder=folder, key=key),
-                tokenizer,
-                max_length=recipe.train.get("max_length", _MAX_LENGTH),
-                assistant_only_loss=recipe.data.assistant_only_loss,
-                key=key,
-            )
+        if spec is None:
+            continue
+        rows = tokenize_rows(
+            read_rows(spec, folder=folder, key=key),
+            tokenizer,
+            max_length=recipe.train.get("max_length", _MAX_LENGTH),
+            assistant_only_loss=recipe.data.assistant_only_loss,
+            completion_only_loss=recipe.train.get("completion_only_loss") is not False,
+            key=key,
+        )
+        if key == "data.train":
+            check_enough_rows(rows.num_rows, rows_per_step=_rows_per_step(recipe), key=key)
+        yield rows
+
+
+def _rows_per_step(recipe: Recipe) -> int:
+    """Rows of one optimizer step; the ranks of a tp group share them."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    usual = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
+    sizes = [int(recipe.train.get(name, usual[name])) for name in names]
+    return sizes[0] * sizes[1]
