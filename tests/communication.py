@@ -27,7 +27,8 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # its own dispatch comes back here with local tensors
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+        is_local = "wait_tensor" in str(func) or "wrap_tensor" in str(func)
+        if "c10d" in func.namespace and not is_local:
             given = args[1] if "allgather_" in str(func) else args[0]  # (outputs, inputs, ...)
             tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
             self.calls.append((kind_of(str(func)), sum(t.nbytes for t in tensors)))

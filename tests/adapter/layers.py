@@ -5,7 +5,7 @@ y = x W^T + b + sum over adapters of  scaling * (mask * x / (1 - p)) A^T B^T
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,8 +84,9 @@ def draw(case: Case) -> Numbers:
     if case.kind == "embedding":
         in_size, out_size = out_size, in_size
     for k, name in enumerate(case.adapters):
-        numbers.a[name], numbers.b[name] = randn(case.r, in_size), randn(out_size, case.r)
-        numbers.scaling[name] = (2 + k) / case.r
+        r = case.r + k  # adapters of different ranks
+        numbers.a[name], numbers.b[name] = randn(r, in_size), randn(out_size, r)
+        numbers.scaling[name] = (2 + k) / r
     return numbers
 
 
@@ -123,9 +124,10 @@ class Layer:
         self.module = self._build()
         self.sync = GradientSync(group, self.shared_input)
         self.factors: dict[str, tuple[Factor, Factor]] = {}
-        for name in case.adapters:
-            _shard_dropout(self.module, name)
-            self.factors[name] = self.module.make_factors(name, "layer")
+        for k, name in enumerate(case.adapters):
+            plan = plan_layer(replace(case, r=case.r + k))
+            _shard_dropout(self.module, name, plan)
+            self.factors[name] = self.module.make_factors(name, "layer", plan)
             for factor in self.factors[name]:
                 self.sync.add(factor)
         self.module.set_adapter(case.adapters)
@@ -156,7 +158,7 @@ class Layer:
                 **settings,
             )
         for k, name in enumerate(others):
-            module.update_layer(name, case.r, lora_alpha=3 + k, config=config)
+            module.update_layer(name, case.r + 1 + k, lora_alpha=3 + k, config=config)
         for name in case.adapters:
             _set_factors(module, name, numbers)
         return module

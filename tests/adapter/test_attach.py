@@ -1,5 +1,6 @@
 """Attaching: the full factors are plain PEFT's, only factors train, and the model stays PEFT's."""
 
+import zlib
 from typing import Any
 
 import pytest
@@ -145,22 +146,29 @@ def test_a_refused_target_leaves_the_base_as_it_was(world2, checkpoint):
 
 
 def _second_adapter(path: str) -> None:
-    """PEFT's users add adapters; the second must be cut like the first, or refused."""
+    """Cut like the first, of another rank and on other layers, and drawn from a seed of its own."""
+    settings = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
     model, plain = load_tplora(path), load_plain(path)
-    try:
-        torch.manual_seed(3)
-        model.add_adapter("second", lora())
-    except PlanError:
-        return
-    torch.manual_seed(3)
-    plain.add_adapter("second", lora())
+    model.add_adapter("second", lora(**settings))
+    torch.manual_seed(SEED + zlib.crc32(b"second"))
+    plain.add_adapter("second", lora(**settings))
     for one in (model, plain):
+        one.to(torch.float64)  # a second adapter is drawn in float32
         one.set_adapter("second")
-    plain.to(torch.float64)
     rows = tokens()
-    found, wanted = (one(input_ids=rows).logits.detach() for one in (model, plain))
-    assert_is_shard(shard=found, full=wanted, dim=None, what="logits", atol=1e-6)
+    outputs = [one(input_ids=rows, labels=rows) for one in (model, plain)]
+    for output in outputs:
+        output.loss.backward()
+    found, wanted = (output.logits.detach() for output in outputs)
+    assert_is_shard(shard=found, full=wanted, dim=None, what="logits", atol=1e-11)
+    full = dict(plain.named_parameters())
+    factors = model.factors("second")
+    assert len(factors) == 8
+    for name, factor in factors.items():
+        grad, dim = factor.parameter.grad, factor.plan.shard_dim
+        assert_is_shard(shard=grad, full=full[name].grad, dim=dim, what=name, atol=1e-11)
+    assert all(factor.parameter.grad is None for factor in model.factors().values())
 
 
-def test_a_second_adapter_works_or_is_refused(world2, checkpoint):
+def test_a_second_adapter_is_cut_as_well(world2, checkpoint):
     world2.run(_second_adapter, checkpoint("llama"))
