@@ -187,7 +187,7 @@ def _unexpected(path: str, folder: str) -> None:
 
 
 def test_any_failure_of_the_writer_reaches_every_rank(world2, checkpoint, tmp_path):
-    world2.run(_unexpected, checkpoint("llama"), str(tmp_path / "adapter"), timeout_s=20)
+    world2.run(_unexpected, checkpoint("llama"), str(tmp_path / "adapter"), timeout_s=10)
 
 
 def _trained_then_saved(path: str, folder: str) -> None:
