@@ -58,12 +58,13 @@ def all_gather_last_dim(x: torch.Tensor, size: int, group: ProcessGroup) -> torc
     padded = F.pad(x, (0, piece - x.shape[-1])).contiguous()
     pieces = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(pieces, padded, group=group)
-    return torch.cat(pieces, dim=-1)[..., :size].contiguous()
+    whole = torch.cat(pieces, dim=-1)
+    return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
 
 def _own_slice(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     start, stop = shard_range(x.shape[-1], dist.get_rank(group), dist.get_world_size(group))
-    return x[..., start:stop].contiguous()
+    return x[..., start:stop].clone(memory_format=torch.contiguous_format)
 
 
 class _ReplicateInput(torch.autograd.Function):

@@ -217,8 +217,8 @@ def _communication(case: Case) -> tuple[list[tuple[str, int]], dict[str, int]]:
 
 @pytest.mark.world
 @pytest.mark.parametrize("num_tokens", [1, 11])
-def test_communication_is_one_gather_of_six_numbers_a_token(world, num_tokens):
-    wanted = ([("all_gather", 6 * num_tokens * 8)], {})
+def test_communication_is_one_gather_of_seven_numbers_a_token(world, num_tokens):
+    wanted = ([("all_gather", 7 * num_tokens * 8)], {})
     assert world.run(_communication, Case(num_tokens=num_tokens)) == [wanted] * world.size
 
 

@@ -68,6 +68,7 @@ class GradientSync:
     def watch_outputs(self, module: nn.Module, _args: Any, outputs: Any) -> None:
         """Forward hook of the root modules: backward starts at one of these tensors."""
         self._shared_input.clear()
+        self._is_queued = False  # a backward that raised never came to its end
         for leaf in tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_grad)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 
-from tplora.errors import ArtifactError, TploraError
+from tplora.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def save_adapter(
         try:
             _check_factors(model, factors)
             _write(model, Path(folder), factors, adapter_names)
-        except (TploraError, OSError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = f"{folder}: {error}"
     _raise_everywhere(problem)
 

@@ -65,55 +65,59 @@ def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int
 def count_collectives(plan: Plan) -> CollectiveCount:
     """Collectives of one step, head and embedding included.
 
-    Adapted layers under one parent that read inputs of one width share their input's reduction;
-    other column-parallel layers reduce their own. Nothing flows back into a frozen embedding, so
-    the first layers that read it reduce nothing.
+    Adapted column-parallel layers that read one tensor share the reduction of its gradient; those
+    that transformers runs reduce their own. Nothing flows back to where nothing is trained: a layer
+    has no gradient of its input to reduce before the first adapted layer, nor does that one.
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
     adapted = {layer.name for layer in plan.layers}
-    modules = [(module, _style_of(module)) for module in plan.facts.modules]
-    cut = [
-        (module, style)
-        for module, style in modules
-        if style is not None and style.weight_shard_dim is not None
-    ]
-    forward = sum(_forward_collectives(module, style) for module, style in cut)
-    readers: dict[tuple[object, ...], bool] = {}
-    for module, style in cut:
-        if module.kind == "linear" and style.weight_shard_dim == 0:
-            readers[_reader(module, is_adapted=module.name in adapted)] = True
-    reads_embedding = 0 if _is_embedding_adapted(plan) else _num_first_readers(readers)
-    backward = len(readers) - reads_embedding + sum(style.splits_input for _, style in cut)
+    forward = backward = 0
+    is_trained_below = False
+    for group in _in_order(plan.facts.modules):
+        styles = [(module, _style_of(module)) for module in group]
+        forward += sum(_forward_collectives(module, style) for module, style in styles)
+        if is_trained_below:
+            backward += _backward_collectives(styles, adapted)
+        is_trained_below |= any(module.name in adapted for module in group)
     has_partial = any(f.is_grad_partial for layer in plan.layers for f in (layer.a, layer.b))
     return CollectiveCount(forward=forward, backward=backward, bucket=int(has_partial))
 
 
-def _style_of(module: ModuleFacts) -> Style | None:
-    return None if module.kind is None else STYLES[module.kind].get(module.style)
+def _in_order(modules: tuple[ModuleFacts, ...]) -> list[list[ModuleFacts]]:
+    """Modules that read one tensor together, in the order in which a decoder runs them.
+
+    Within a parent, what reads its input comes before the row-parallel layer that ends it, whatever
+    order they were declared in.
+    """
+    groups: dict[tuple[str, bool, int], list[ModuleFacts]] = {}
+    for module in modules:
+        parent = module.name.rpartition(".")[0]
+        ends = _style_of(module).weight_shard_dim == 1
+        groups.setdefault((parent, ends, module.weight_shape[-1]), []).append(module)
+    places = {parent: place for place, (parent, _, _) in reversed(list(enumerate(groups)))}
+    return [groups[key] for key in sorted(groups, key=lambda key: (places[key[0]], key[1]))]
+
+
+_WHOLE = Style(weight_shard_dim=None)
+
+
+def _style_of(module: ModuleFacts) -> Style:
+    return _WHOLE if module.kind is None else STYLES[module.kind].get(module.style, _WHOLE)
 
 
 def _forward_collectives(module: ModuleFacts, style: Style) -> int:
+    if style.weight_shard_dim is None:
+        return 0
     is_summed = module.kind == "embedding" or style.weight_shard_dim == 1
     return int(is_summed or style.gathers_output)
 
 
-def _reader(module: ModuleFacts, *, is_adapted: bool) -> tuple[object, ...]:
-    """Modules with an equal reader share one reduction of their input's gradient."""
-    parent = module.name.rpartition(".")[0]
-    return (parent, module.weight_shape[1]) if is_adapted else (module.name,)
-
-
-def _is_embedding_adapted(plan: Plan) -> bool:
-    return any(layer.kind == "embedding" for layer in plan.layers)
-
-
-def _num_first_readers(readers: dict[tuple[object, ...], bool]) -> int:
-    """Readers in the first block's first group: what reads the normed embedding."""
-    first = next(iter(readers), None)
-    if first is None:
-        return 0
-    parent = str(first[0]) if len(first) == 2 else str(first[0]).rpartition(".")[0]
-    return sum(
-        (str(r[0]) if len(r) == 2 else str(r[0]).rpartition(".")[0]) == parent for r in readers
-    )
+def _backward_collectives(styles: list[tuple[ModuleFacts, Style]], adapted: set[str]) -> int:
+    readers = [
+        module.name in adapted
+        for module, style in styles
+        if module.kind == "linear" and style.weight_shard_dim == 0
+    ]
+    splits = sum(style.splits_input for _, style in styles)
+    return int(any(readers)) + readers.count(False) + splits

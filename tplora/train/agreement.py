@@ -5,6 +5,7 @@ Each compares a short fingerprint over the group; none moves a batch or a factor
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     A sum of the bits, and a sum weighted by position, both exact and so equal on every device.
     """
     bits = _bits(tensor)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device) % 65_521
+    places = torch.arange(1, bits.numel() + 1, device=bits.device) % _PRIME
     return torch.stack([bits.sum() % _PRIME, (bits % _PRIME * places % _PRIME).sum() % _PRIME])
 
 
@@ -85,9 +86,14 @@ def check_same_batch(batch: Mapping[str, object], group: ProcessGroup | None, *,
     """
     if group is None:
         return
-    names = sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
-    prints = torch.stack([_shape_and_bits(batch[name]) for name in names])
-    found = _first_difference(prints, group)
+    tensors = {n: v for n, v in sorted(batch.items()) if isinstance(v, torch.Tensor)}
+    device = next(iter(tensors.values())).device
+    # Columns first, in one print of a fixed size: the next gather needs as many rows on every rank.
+    columns = torch.tensor([[zlib.crc32(repr(sorted(tensors)).encode())]], device=device)
+    found, names = _first_difference(columns, group), [f"columns {list(tensors)}"]
+    if found is None:
+        prints = [_shape_and_bits(tensor) for tensor in tensors.values()]
+        found, names = _first_difference(torch.stack(prints), group), list(tensors)
     if found is not None:
         row, tp_rank = found
         raise TrainError(
@@ -97,8 +103,7 @@ def check_same_batch(batch: Mapping[str, object], group: ProcessGroup | None, *,
         )
 
 
-def _shape_and_bits(value: object) -> torch.Tensor:
-    assert isinstance(value, torch.Tensor)
+def _shape_and_bits(value: torch.Tensor) -> torch.Tensor:
     shape = torch.tensor([*value.shape, value.numel()], device=value.device)
     return torch.cat([fingerprint(value), fingerprint(shape)])
 

@@ -4,8 +4,8 @@
 
     log p(label) = z[label] - logsumexp(z),   z = head(h) over the whole vocabulary
 
-Each rank computes the logits of its part of the vocabulary, chunk by chunk, and keeps six numbers a
-token; one all-gather of those numbers gives every rank the statistics of the whole vocabulary. No
+Each rank computes the logits of its part of the vocabulary, chunk by chunk, and keeps seven numbers
+a token; one all-gather of these gives every rank the statistics of the whole vocabulary. No
 rank holds ``[N, V]``, nor ``[N, V/P]``: only ``[chunk, V/P]``. Backward computes the chunk again.
 
 Source: Shoeybi et al. 2019, section 3 (fusing the output layer with the loss); Wijmans et al. 2024
@@ -71,7 +71,7 @@ def label_statistics(
     Gradients flow from ``log_probs`` and ``entropy`` to ``inputs`` and ``parameters``. Those of
     ``inputs`` are this rank's part of a sum: pass them through ``replicate_input`` before.
 
-    Communication: forward, one all-gather of ``[6, N]`` float32; backward, none.
+    Communication: forward, one all-gather of ``[7, N]`` float32; backward, none.
 
     Args:
         inputs: Tensors ``[N, H]``, replicated; cut into chunks of tokens.
@@ -129,10 +129,10 @@ class _LabelStatistics(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         own = labels - head.vocab_start
         parts = [
-            _partial_statistics(head.logits(pieces), own[rows])
+            _partial_statistics(head.logits(pieces), own[rows], head.vocab_start)
             for rows, pieces in head.chunks(tensors)
         ]
-        partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((6, 0))
+        partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((7, 0))
         stats = _combine(_gather(partial, head.group))
         ctx.head = head
         ctx.save_for_backward(own, stats["lse"], stats["entropy"], *tensors)
@@ -141,7 +141,7 @@ class _LabelStatistics(torch.autograd.Function):
             stats["entropy"],
             stats["log_sum_sq_probs"],
             stats["sum"] / head.vocab_size,
-            stats["label"] >= stats["max"],
+            stats["top"] == labels,
         )
         ctx.mark_non_differentiable(*outputs[2:])
         return outputs
@@ -197,12 +197,13 @@ def _grad_logits(
     return grad
 
 
-def _partial_statistics(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Six numbers a token from this rank's part: ``[6, n]``.
+def _partial_statistics(logits: torch.Tensor, own: torch.Tensor, vocab_start: int) -> torch.Tensor:
+    """Seven numbers a token from this rank's part: ``[7, n]``.
 
-    max m, sum e^(z-m), sum z e^(z-m), sum z, sum e^2(z-m), and the label's z (-inf if elsewhere).
+    max m, sum e^(z-m), sum z e^(z-m), sum z, sum e^2(z-m), the label's z (-inf if elsewhere), and
+    the place of m in the whole vocabulary, exact in float32 up to 2^24 tokens.
     """
-    top = logits.max(dim=-1).values
+    top, place = logits.max(dim=-1)
     weights = (logits - top[:, None]).exp()
     label = torch.full_like(top, -math.inf)
     rows, columns = _own_labels(own, logits.shape[1])
@@ -215,12 +216,13 @@ def _partial_statistics(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor
             logits.sum(-1),
             weights.square().sum(-1),
             label,
+            (place + vocab_start).to(top.dtype),
         ]
     )
 
 
 def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """``[P, 6, N]`` from every rank's ``[6, N]``; one all-gather."""
+    """``[P, 7, N]`` from every rank's ``[7, N]``; one all-gather."""
     if group is None:
         return partial[None]
     parts = [torch.empty_like(partial) for _ in range(dist.get_world_size(group))]
@@ -229,13 +231,13 @@ def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
 
 
 def _combine(parts: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Statistics over the whole vocabulary from those of its parts ``[P, 6, N]``."""
-    top = parts[:, 0].max(dim=0).values
+    """Statistics over the whole vocabulary from those of its parts ``[P, 7, N]``."""
+    top, rank = parts[:, 0].max(dim=0)  # of equal maxima the first, as argmax has it
     rescale = (parts[:, 0] - top).exp()
     total = (parts[:, 1] * rescale).sum(0)
     lse = total.log() + top
     return {
-        "max": top,
+        "top": parts[:, 6].gather(0, rank[None])[0].long(),
         "lse": lse,
         "entropy": lse - (parts[:, 2] * rescale).sum(0) / total,
         "sum": parts[:, 3].sum(0),
