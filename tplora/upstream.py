@@ -28,10 +28,13 @@ __all__ = [
     "expanded_tp_plan",
     "local_shard",
     "lora_rank_of",
+    "peft_moved_names",
+    "peft_refusal",
     "peft_without_tensor_parallelism",
     "queue_after_backward",
     "register_lora_layers",
     "tp_mesh",
+    "transform_output",
     "trl_fused_head_settings",
     "trl_without_head_check",
 ]
@@ -144,6 +147,51 @@ def adapter_target_names(model: PreTrainedModel, config: LoraConfig) -> list[str
         for name, _ in model.named_modules()
         if name and bool(check_target_module_exists(config, name))
     ]
+
+
+def transform_output(
+    style: str, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """What a style does to a module's output after its forward.
+
+    ``ALL_PARALLEL_STYLES`` and ``transform_output_post_forward`` (transformers 5.24,
+    distributed/tensor_parallel.py).
+    """
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    transformed: torch.Tensor = ALL_PARALLEL_STYLES[style].transform_output_post_forward(
+        module, output, mesh
+    )
+    return transformed
+
+
+def peft_moved_names(model_type: str) -> frozenset[str]:
+    """Names that PEFT moves onto a model's expert parameters, whatever module carries them.
+
+    ``_convert_peft_config_moe`` (peft 0.21, utils/transformers_weight_conversion.py) does so for
+    models whose experts were linear layers in transformers 4, on attaching and on loading, and
+    takes dense and shared ``gate_proj`` along.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    if not conversion._MOE_FUSED_TARGETS.get(pattern):
+        return frozenset()
+    return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+
+
+def peft_refusal(config: LoraConfig, model: PreTrainedModel, name: str) -> str | None:
+    """Why PEFT itself would not adapt module ``name``, or None.
+
+    ``_check_lora_target_modules_mamba`` (peft 0.21, tuners/tuners_utils.py).
+    """
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def lora_rank_of(config: LoraConfig, name: str) -> int:

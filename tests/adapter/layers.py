@@ -106,6 +106,7 @@ def plan_layer(case: Case) -> LayerPlan:
         has_bias=case.has_bias,
         gathers_output=style.gathers_output,
         splits_input=style.splits_input,
+        transforms_output=False,
         a=a,
         b=b,
     )

@@ -160,7 +160,7 @@ def test_a_style_without_an_exact_adapter_is_refused_by_name(monkeypatch):
     assert "lora.exclude_modules" in problems[0]
 
 
-def test_a_subclass_with_its_own_forward_is_refused_when_it_is_cut(monkeypatch):
+def test_a_subclass_with_its_own_forward_is_refused_when_the_model_is_cut(monkeypatch):
     class ScaledLinear(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2

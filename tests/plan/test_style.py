@@ -106,6 +106,7 @@ STYLES_READ_UPSTREAM = {
         "rowwise_rep": (1, False, True, False),
         "replicate": (None, False, False, False),
         "replicated_with_grad_allreduce": (None, False, False, True),
+        "mla_kv_a_proj": (None, False, False, False),
         None: (None, False, False, False),
     },
     "embedding": {
@@ -128,6 +129,8 @@ def test_each_style_is_what_transformers_does(kind):
         for name, style in STYLES[kind].items()
     }
     assert found == STYLES_READ_UPSTREAM[kind]
+    transforming = {name for name, style in STYLES[kind].items() if style.transforms_output}
+    assert transforming == ({"mla_kv_a_proj"} if kind == "linear" else set())
 
 
 def test_a_factor_that_is_cut_never_has_a_partial_gradient():

@@ -31,8 +31,7 @@ from tplora.adapter.linear import (
 from tplora.adapter.save import save_adapter
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError, ShardError
-from tplora.plan.build import LayerPlan, Plan, plan_layers
-from tplora.plan.facts import read_facts
+from tplora.plan.build import LayerPlan, Plan, plan_layers, plan_model
 from tplora.plan.target import match_targets
 from tplora.upstream import peft_without_tensor_parallelism, register_lora_layers, tp_mesh
 
@@ -263,17 +262,8 @@ def attach_adapter(
     mesh = tp_mesh(model)
     tp_size = 1 if mesh is None else mesh.size()
     if plan is None:
-        facts = read_facts(model)
-        layers = plan_layers(
-            facts, config, match_targets(model, config, facts), tp_size=tp_size, problems=[]
-        )
-        plan = Plan(
-            class_name=facts.class_name,
-            tp_size=tp_size,
-            layers=layers,
-            facts=facts,
-            base_dtype=str(model.dtype).removeprefix("torch."),
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        plan = plan_model(model, config, tp_size=tp_size, base_dtype=dtype)
     attached = TploraModel(
         model,
         config,

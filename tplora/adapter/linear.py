@@ -19,7 +19,7 @@ from torch import nn
 
 from tplora.adapter.factor import Factor, factors_of
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
-from tplora.upstream import local_shard
+from tplora.upstream import local_shard, transform_output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,12 +128,21 @@ class ReplicatedLoraLinear(TploraLinear):
     replicated. Where the activations are shards of heads (style replicated_with_grad_allreduce),
     x and y are pieces, and both factors' gradients are partial.
 
-    Communication: none.
+    Where the style does something of its own to the output (mla_kv_a_proj: the rope slice of y
+    goes to sharded heads, so its gradient is summed), the adapter joins before that.
+
+    Communication: none; mla_kv_a_proj: backward, one all-reduce of the rope slice.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The base's own forward, whatever its class does, plus the delta."""
-        return self.add_delta(self.base_layer(x, *args, **kwargs), x)
+        """The base's own forward plus the delta, then what the style does to an output."""
+        if not self.plan.transforms_output:
+            return self.add_delta(self.base_layer(x, *args, **kwargs), x)
+        assert self.mesh is not None
+        assert self.plan.style is not None
+        weight, bias = self.base_shards()
+        y = self.add_delta(F.linear(x, weight, bias), x)
+        return transform_output(self.plan.style, self.get_base_layer(), y, self.mesh)
 
 
 class ColumnParallelLoraLinear(TploraLinear):

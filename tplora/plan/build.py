@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
+from tplora.plan.architectures import architecture_problem
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
 from tplora.plan.lora import find_config_problems
 from tplora.plan.style import STYLES, FactorPlan, Kind, TensorPlan, place_factors
@@ -17,9 +18,9 @@ from tplora.upstream import build_meta_model, lora_rank_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["LayerPlan", "Plan", "build_plan", "plan_layers"]
+__all__ = ["LayerPlan", "Plan", "build_plan", "plan_layers", "plan_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class LayerPlan:
     has_bias: bool
     gathers_output: bool
     splits_input: bool
+    transforms_output: bool
     a: FactorPlan
     b: FactorPlan
 
@@ -88,7 +90,21 @@ def build_plan(
     Raises:
         PlanError: Every target that cannot be exact, by name, with what would work.
     """
-    model = build_meta_model(config, trust_remote_code=trust_remote_code)
+    saved_in = str(config.dtype or "float32").removeprefix("torch.")
+    return plan_model(
+        build_meta_model(config, trust_remote_code=trust_remote_code),
+        lora,
+        tp_size=tp_size,
+        base_dtype=saved_in if dtype == "auto" else dtype,
+    )
+
+
+def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_dtype: str) -> Plan:
+    """The plan for a model that is there already, loaded or on the meta device.
+
+    Raises:
+        PlanError: As ``build_plan``.
+    """
     facts = read_facts(model)
     problems = _model_problems(facts, tp_size)
     try:
@@ -96,13 +112,12 @@ def build_plan(
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, names, tp_size=tp_size, problems=problems)
-    saved_in = str(config.dtype or "float32").removeprefix("torch.")
     return Plan(
         class_name=facts.class_name,
         tp_size=tp_size,
         layers=layers,
         facts=facts,
-        base_dtype=saved_in if dtype == "auto" else dtype,
+        base_dtype=base_dtype,
     )
 
 
@@ -152,6 +167,7 @@ def _plan_layer(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
         has_bias=module.has_bias,
         gathers_output=is_parallel and style.gathers_output,
         splits_input=is_parallel and style.splits_input,
+        transforms_output=is_parallel and style.transforms_output,
         a=a,
         b=b,
     )
@@ -169,11 +185,10 @@ def _module_problem(module: ModuleFacts | None, name: str, tp_size: int) -> str 
             f"{where} has style {module.style!r}, which is not exact with an adapter yet "
             f"({known} are); add it to lora.exclude_modules"
         )
-    is_cut = tp_size > 1 and STYLES[module.kind][module.style].weight_shard_dim is not None
-    if is_cut and not module.has_plain_forward:
+    if tp_size > 1 and not module.has_plain_forward:
         return (
             f"{where} is a {module.type_name}, a subclass with a forward of its own; only plain "
-            "nn.Linear and nn.Embedding layers can be cut yet; add it to lora.exclude_modules"
+            "nn.Linear and nn.Embedding layers are exact yet; add it to lora.exclude_modules"
         )
     return None
 
@@ -190,7 +205,8 @@ def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
             f"{where}: {facts.class_name} has no tensor-parallel plan in transformers; "
             "use parallel.tp_size = 1"
         ]
-    problems = []
+    unproven = architecture_problem(facts.model_type)
+    problems = [f"{where}: {unproven}; use parallel.tp_size = 1"] if unproven else []
     if facts.are_heads_cut and not _divides_heads(facts, tp_size):
         works = [
             size for size in range(1, (facts.num_kv_heads or 1) + 1) if _divides_heads(facts, size)

@@ -85,6 +85,9 @@ class Style:
     """Whether the module gets the whole input and takes its own slice."""
     is_replica_grad_partial: bool = False
     """Whether a whole W works on sharded activations, so that its gradients are partial sums."""
+    transforms_output: bool = False
+    """Whether the style does something of its own to a whole W's output, which the adapter's output
+    has to go through as well."""
 
 
 # Read in transformers 5.24, distributed/tensor_parallel.py. A style that is not here is refused.
@@ -100,6 +103,7 @@ STYLES: dict[Kind, dict[str | None, Style]] = {
         "replicated_with_grad_allreduce": Style(
             weight_shard_dim=None, is_replica_grad_partial=True
         ),
+        "mla_kv_a_proj": Style(weight_shard_dim=None, transforms_output=True),
         None: Style(weight_shard_dim=None),
     },
     "embedding": {

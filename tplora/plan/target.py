@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
-from tplora.upstream import adapter_target_names
+from tplora.upstream import adapter_target_names, peft_moved_names, peft_refusal
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -39,9 +39,32 @@ def match_targets(model: PreTrainedModel, config: LoraConfig, facts: ModelFacts)
             f"lora.target_modules = {config.target_modules!r}: matches no module that "
             f"exclude_modules and layers_to_transform leave; {_near('', available)}"
         ]
+    problems += _moved(config, names, facts)
+    problems += [
+        f"lora.target_modules: {name}: {refusal}; add it to lora.exclude_modules"
+        for name in names
+        if (refusal := peft_refusal(config, model, name)) is not None
+    ]
     if problems:
         raise PlanError(problems)
     return names
+
+
+def _moved(config: LoraConfig, names: tuple[str, ...], facts: ModelFacts) -> list[str]:
+    """Names that PEFT would silently move from these modules onto the experts."""
+    moved = peft_moved_names(facts.model_type)
+    given = config.target_modules
+    is_all = isinstance(given, str) and given.lower() == "all-linear"
+    hit = sorted({leaf for name in names if (leaf := name.rpartition(".")[2]) in moved})
+    if not moved or not (is_all or hit):
+        return []
+    left = sorted({name.rpartition(".")[2] for name in names} - moved)
+    found = "'all-linear'" if is_all else ", ".join(hit)
+    return [
+        f"lora.target_modules = {found}: peft moves {', '.join(sorted(moved))} of a "
+        f"{facts.model_type} model onto its experts, which cannot be cut with an adapter yet; "
+        f"name others: {', '.join(left)}"
+    ]
 
 
 def _unmatched(config: LoraConfig, names: list[str]) -> list[str]:
