@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
@@ -137,12 +138,13 @@ def train(model: nn.Module, case: Case, see: See, *, num_steps: int = STEPS) -> 
     _enable_checkpointing(model, case.checkpointing)
     for name, parameter in trained.items():
         see(f"{name} before step 1", parameter)
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, foreach=True)
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         for k, batch in enumerate(batches(step)):
             with _accumulating(case, is_last=k == 1):
-                loss = model(**batch).loss / 2
+                with InDouble():
+                    loss = model(**batch).loss / 2
                 loss.backward()
             see(f"step {step}: loss {k}", loss)
         for name, parameter in trained.items():
@@ -193,18 +195,16 @@ def record_run(path: str, case: Case, file: Path, *, is_plain: bool) -> None:
     config = lora(case.targets, dropout=case.dropout, **case.changes)
     model = load_plain(path, config) if is_plain else load(path, config)
     seen: dict[str, torch.Tensor] = {}
-    with InDouble():
-        train(model, case, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
-    torch.save(seen, file)
+    train(model, case, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
+    save_file(seen, file)
 
 
 def compare_run(path: str, case: Case, file: Path) -> TploraModel:
     """Train on this world's ranks and compare this rank's piece of every number with ``file``'s."""
-    seen = torch.load(file)
+    seen = load_file(file)
     model = load(path, lora(case.targets, dropout=case.dropout, **case.changes))
     check_shards(model.get_base_model(), model.plan)
-    with InDouble():
-        train(model, case, lambda what, tensor: _compare(what, tensor, seen.pop(what)))
+    train(model, case, lambda what, tensor: _compare(what, tensor, seen.pop(what)))
     assert not seen, f"never seen here: {sorted(seen)}"
     return model
 
@@ -214,7 +214,7 @@ def differences(path: str, case: Case, file: Path) -> list[str]:
 
     For runs that are broken on purpose: a rank that raised would leave its peers in a collective.
     """
-    seen, found = torch.load(file), []
+    seen, found = load_file(file), []
 
     def see(what: str, tensor: torch.Tensor) -> None:
         try:
@@ -224,8 +224,7 @@ def differences(path: str, case: Case, file: Path) -> list[str]:
             found.append(str(error))
 
     model = load(path, lora(case.targets, dropout=case.dropout, **case.changes))
-    with InDouble():
-        train(model, case, see, num_steps=1)
+    train(model, case, see, num_steps=1)
     return found
 
 

@@ -25,6 +25,7 @@ from tests.models import (
     world_size,
 )
 from tests.parity import assert_same_on_all_ranks
+from tests.world import World
 from tplora.adapter import attach
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
@@ -33,6 +34,31 @@ from tplora.collectives import SharedInput, reduce_partial
 from tplora.upstream import local_shard
 
 pytestmark = pytest.mark.world
+
+
+@pytest.fixture(scope="module")
+def world3():
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture
+def world(request):
+    """The world of the size asked for; all sizes live side by side, in any order of tests."""
+    return request.getfixturevalue(f"world{request.param}")
+
+
+def _on(**names_by_world):
+    """Which model runs on how many ranks: ``_on(world2=("llama",))``."""
+    pairs = [
+        pytest.param(int(world.removeprefix("world")), name, id=f"{world}-{name}")
+        for world, names in names_by_world.items()
+        for name in names
+    ]
+    return pytest.mark.parametrize(("world", "name"), pairs, indirect=["world"])
+
+
+on_2_and_3 = pytest.mark.parametrize("world", [2, 3], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +73,7 @@ def recorded(alone, checkpoint, tmp_path_factory):
     def get(name, case):
         path, key = checkpoint(name, **CUT), (name, repr(case.alone()))
         if key not in files:
-            files[key] = folder / f"{len(files)}.pt"
+            files[key] = folder / f"{len(files)}.safetensors"
             alone.run(_record, path, case.alone(), files[key])
         return path, files[key]
 
@@ -70,36 +96,26 @@ FAMILIES = ("llama_bias", "qwen3", "phi3", "olmo2", "qwen2_tied")
 """Each family once; Llama with biases, which a row-parallel layer must add once."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@_on(world2=FAMILIES, world3=("qwen3", "phi3"))
 def test_ten_steps_equal_plain_peft(world, recorded, name):
     path, file = recorded(name, Case())
     world.run(_run_equals_the_run_alone, path, Case(), file)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@_on(world2=FAMILIES, world3=FAMILIES, world4=FAMILIES)
 def test_ten_steps_with_dropout_equal_one_process(world, recorded, name):
     case = Case(dropout=0.3)
     path, file = recorded(name, case)
     world.run(_run_equals_the_run_alone, path, case, file)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_four_ranks_equal_the_run_alone(world4, recorded, name, dropout):
-    case = Case(dropout=dropout)
-    path, file = recorded(name, case)
-    world4.run(_run_equals_the_run_alone, path, case, file)
+@_on(world2=("llama", "phi3", "qwen2_tied"), world3=("qwen2_tied",))
+def test_adapters_on_head_and_embedding_equal_plain_peft(world, recorded, name):
+    path, file = recorded(name, Case("ends"))
+    world.run(_run_equals_the_run_alone, path, Case("ends"), file)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_tied"])
-def test_adapters_on_head_and_embedding_equal_the_run_alone(world, recorded, name, dropout):
-    case = Case("ends", dropout=dropout)
-    path, file = recorded(name, case)
-    world.run(_run_equals_the_run_alone, path, case, file)
-
-
-@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2"])
+@_on(world2=("llama", "phi3"), world3=("olmo2",))
 def test_an_adapter_among_layers_that_transformers_runs_equals_plain_peft(world, recorded, name):
     case = Case("fused-query" if name == "phi3" else "query")
     path, file = recorded(name, case)
@@ -107,16 +123,18 @@ def test_an_adapter_among_layers_that_transformers_runs_equals_plain_peft(world,
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("world", "case"),
     [
-        Case("patterns"),
-        Case(is_reduced_each_backward=True),
-        Case(checkpointing="reentrant", dropout=0.3),
-        Case(checkpointing="non-reentrant", dropout=0.3),
+        (3, Case("patterns")),
+        (2, Case("ends", dropout=0.3)),
+        (2, Case(is_reduced_each_backward=True)),
+        (2, Case(checkpointing="reentrant", dropout=0.3)),
+        (3, Case(checkpointing="non-reentrant", dropout=0.3)),
     ],
+    indirect=["world"],
     ids=str,
 )
-def test_settings_that_must_not_change_the_run_do_not(world, recorded, case):
+def test_settings_of_lora_and_of_the_run_equal_the_run_alone(world, recorded, case):
     path, file = recorded("llama", case)
     world.run(_run_equals_the_run_alone, path, case, file)
 
@@ -153,6 +171,7 @@ def _half_precision_is_no_worse_than_alone(path):
     assert off["here"] <= 2 * off["alone"], off
 
 
+@on_2_and_3
 def test_bfloat16_is_at_most_twice_as_far_from_the_truth_as_in_one_process(world, checkpoint):
     world.run(_half_precision_is_no_worse_than_alone, checkpoint("llama", **CUT))
 
@@ -174,6 +193,7 @@ def _count(fn):
     return found
 
 
+@on_2_and_3
 def test_a_decoder_layer_takes_two_collectives_each_way_and_the_adapter_adds_none(
     world, checkpoint
 ):
@@ -207,6 +227,7 @@ def _plain_logits(path, folder):
     return plain(**batches(1)[0]).logits.detach().numpy()
 
 
+@on_2_and_3
 @pytest.mark.parametrize(
     ("name", "targets"),
     [("llama", "all-linear"), ("phi3", "all-linear"), ("llama", "ends"), ("qwen2_tied", "ends")],
