@@ -1,15 +1,14 @@
 """A run at tp_size N is the run at tp_size 1: whole models, ten steps, every number."""
 
 import re
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.broken import BREAKS
 from tests.communication import count_collectives
 from tests.models import (
     CUT,
@@ -26,12 +25,7 @@ from tests.models import (
 )
 from tests.parity import assert_same_on_all_ranks
 from tests.world import World
-from tplora.adapter import attach
-from tplora.adapter.embedding import TploraEmbedding
-from tplora.adapter.gradients import GradientSync
 from tplora.base.load import load_base
-from tplora.collectives import SharedInput, reduce_partial
-from tplora.upstream import local_shard
 
 pytestmark = pytest.mark.world
 
@@ -248,56 +242,6 @@ def test_a_saved_adapter_equals_that_of_one_process_and_plain_peft_runs_it(
 
     again = alone.run(_plain_logits, path, here)[0]
     assert abs(again - logits).max() < 1e-6
-
-
-def _foreign_tokens_not_masked(self, x, *_):
-    rows = local_shard(self.get_base_layer().weight)
-    start = self.mesh.get_local_rank() * rows.shape[0]
-    own = (x - start).clamp(0, rows.shape[0] - 1)
-    return reduce_partial(self._add_delta(F.embedding(own, rows), own), self.mesh.get_group())
-
-
-def _attach_by_rank(model, config, *, seed):
-    return attach.attach_adapter(model, config, seed=seed + torch.distributed.get_rank())
-
-
-BREAKS = {
-    "the bucket skipped": (
-        Case(),
-        lambda: mock.patch.object(GradientSync, "_reduce"),
-        "step 1: grad of .*lora_B",
-    ),
-    "the bucket summed twice": (
-        Case(is_reduced_each_backward=True),
-        lambda: mock.patch("tplora.adapter.gradients._begin"),
-        "step 1: grad of .*lora_B",
-    ),
-    "stock dropout": (
-        Case(dropout=0.3),
-        lambda: mock.patch.object(attach, "_shard_dropout"),
-        "step 1: loss|step 1: grad",
-    ),
-    "ranks that draw their own masks": (
-        Case(dropout=0.3),
-        lambda: mock.patch.object(attach.ForwardSeed, "enter", return_value=None),
-        "step 1: grad",
-    ),
-    "ranks that draw their own factors": (
-        Case(),
-        lambda: mock.patch("tests.models.attach_adapter", _attach_by_rank),
-        ".*lora_A.default.weight before step 1",
-    ),
-    "foreign tokens not masked": (
-        Case("ends"),
-        lambda: mock.patch.object(TploraEmbedding, "forward", _foreign_tokens_not_masked),
-        "step 1: loss 0",
-    ),
-    "a head that does not sum its input's gradient": (
-        Case("ends"),
-        lambda: mock.patch.object(SharedInput, "__call__", lambda _, x: x),
-        "step 1: grad of .*(lora_embedding|o_proj)",
-    ),
-}
 
 
 def _broken_run(path, case, file, what):

@@ -3,145 +3,36 @@
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
-import datasets
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
 
 import tplora
 from tests.models import CUT, InDouble, load, lora
 from tests.tiny import VOCAB
+from tests.train.training import TRAINERS, Setup, build_trainer, collate, logged_numbers, token_rows
 from tplora.errors import ArtifactError, TrainError
 from tplora.train.parallelism import parallelism_config
-from tplora.train.trainer import TploraSFTTrainer
 from tplora.upstream import local_shard
 
 pytestmark = pytest.mark.world
 
-TRAINERS = {"tplora": TploraSFTTrainer, "trl": SFTTrainer, "transformers": Trainer}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One training. Plain values: it travels to the ranks."""
-
-    trainer: str = "tplora"
-    targets: str = "all-linear"
-    dropout: float = 0.0
-    learning_rate: float = 1e-2
-    batch_size: int = 2
-    accumulation: int = 2
-    max_steps: int = 5
-    has_eval: bool = False
-    num_rows: int = 17
-    """17 rows in micro-batches of 2, two a step: the fifth step has one row in one micro-batch."""
-    save_steps: int = 0
-
-
-def _rows(num_rows, *, seed=5):
-    """Token rows of unequal length, the first three of each not trained on."""
-    generator, rows = torch.Generator().manual_seed(seed), []
-    for k in range(num_rows):
-        size = 8 + 5 * k % 13
-        tokens = torch.randint(3, VOCAB, (size,), generator=generator).tolist()
-        rows.append({"input_ids": tokens, "completion_mask": [0] * 3 + [1] * (size - 3)})
-    return rows
-
-
-def _tokenizer():
-    words = models.WordLevel({"<p>": 0, "<b>": 1, "<e>": 2}, unk_token="<p>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="<p>", eos_token="<e>", bos_token="<b>"
-    )
-
-
-def _collate(rows):
-    """What trl's collator makes, for trainers that have none."""
-    tokens = [torch.tensor(row["input_ids"]) for row in rows]
-    kept = [torch.tensor(row["completion_mask"]).bool() for row in rows]
-    labels = [t.masked_fill(~k, -100) for t, k in zip(tokens, kept, strict=True)]
-    return {
-        "input_ids": pad_sequence(tokens, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(t) for t in tokens], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
-
-
-def _build(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
-    """The trainer of ``setup`` over a tplora model cut over this rank's world."""
-    datasets.disable_progress_bars()
-    model = load(path, lora(setup.targets, dropout=setup.dropout))
-    is_trl = setup.trainer != "transformers"
-    common = {
-        "output_dir": str(folder),
-        "max_steps": setup.max_steps,
-        "per_device_train_batch_size": setup.batch_size,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": setup.accumulation,
-        "learning_rate": setup.learning_rate,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "log_level": "error",
-        "save_strategy": "steps" if setup.save_steps else "no",
-        "save_steps": setup.save_steps or 500,
-        "save_only_model": True,
-        "eval_strategy": "steps" if setup.has_eval else "no",
-        "eval_steps": setup.max_steps,
-        "max_grad_norm": 0.05,
-        "gradient_checkpointing": False,
-        "parallelism_config": parallelism_config(model),
-    }
-    if is_trl:
-        args = SFTConfig(**common, max_length=64)
-    else:
-        args = TrainingArguments(**common, remove_unused_columns=False)
-    trainer = TRAINERS[setup.trainer](
-        model=model,
-        args=args,
-        train_dataset=datasets.Dataset.from_list(rows or _rows(setup.num_rows)),
-        eval_dataset=datasets.Dataset.from_list(_rows(3, seed=6)) if setup.has_eval else None,
-        callbacks=list(callbacks),
-        **({"processing_class": _tokenizer()} if is_trl else {"data_collator": _collate}),
-        **kwargs,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _numbers(history):
-    """What was logged, without what a clock says."""
-    clock = ("runtime", "per_second", "total_flos")
-    return [
-        {key: value for key, value in entry.items() if not any(word in key for word in clock)}
-        for entry in history
-    ]
-
 
 def _train(path, folder, setup):
-    trainer = _build(path, folder, setup)
+    trainer = build_trainer(path, folder, setup)
     with InDouble():
         trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     factors = {name: factor.full().cpu() for name, factor in model.factors().items()}
-    return _numbers(trainer.state.log_history), factors
+    return logged_numbers(trainer.state.log_history), factors
 
 
 def _assert_same(found, wanted, *, but=()):
@@ -213,7 +104,7 @@ def _accelerate_loop(path):
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, parallelism_config=parallelism_config(model)
     )
-    rows = [_collate(_rows(8)[k : k + 2]) for k in range(0, 8, 2)]
+    rows = [collate(token_rows(8)[k : k + 2]) for k in range(0, 8, 2)]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = accelerator.prepare(torch.optim.AdamW(trained, lr=1e-2))
     logs = []
@@ -246,7 +137,7 @@ def _first_losses(path, folder, *, is_head_zero):
         setup = Setup(
             learning_rate=0.0, batch_size=batch_size, accumulation=accumulation, max_steps=1
         )
-        trainer = _build(path, folder, setup)
+        trainer = build_trainer(path, folder, setup)
         if is_head_zero:
             local_shard(trainer.model.get_base_model().lm_head.weight).data.zero_()
         with InDouble():
@@ -278,7 +169,7 @@ def test_the_first_loss_is_the_mean_over_tokens_whatever_the_cut(
 
 
 def _save_in_every_way(path, folder, trainer_name):
-    trainer = _build(path, folder, Setup(trainer_name, max_steps=1, save_steps=1))
+    trainer = build_trainer(path, folder, Setup(trainer_name, max_steps=1, save_steps=1))
     trainer.train()
     model = trainer.model
     trainer.save_model(str(folder / "trainer"))
@@ -303,7 +194,7 @@ def test_every_way_of_saving_writes_the_same_adapter(world2, checkpoint, tmp_pat
 
 def _train_on_other_rows(path, folder, rank_with_others):
     seed = 9 if torch.distributed.get_rank() == rank_with_others else 5
-    trainer = _build(path, folder, Setup(), rows=_rows(17, seed=seed))
+    trainer = build_trainer(path, folder, Setup(), rows=token_rows(17, seed=seed))
     with pytest.raises(TrainError) as caught:
         trainer.train()
     assert trainer.state.global_step == 0
@@ -339,7 +230,7 @@ def _nudge(model):
 
 
 def _train_with_a_nudge(path, folder):
-    trainer = _build(
+    trainer = build_trainer(
         path, folder, Setup(max_steps=4), callbacks=[_AfterStep(1, _nudge)], check_every_steps=3
     )
     with pytest.raises(TrainError) as caught:
@@ -361,7 +252,7 @@ def _poison(model):
 
 def _train_with_a_nan(path, folder, save_steps):
     setup = Setup(max_steps=4, save_steps=save_steps)
-    trainer = _build(path, folder, setup, callbacks=[_AfterStep(2, _poison)])
+    trainer = build_trainer(path, folder, setup, callbacks=[_AfterStep(2, _poison)])
     with pytest.raises((TrainError, ArtifactError)) as caught:
         trainer.train()
     return type(caught.value).__name__, str(caught.value)
