@@ -7,5 +7,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import peft
 import transformers
+from trl import SFTTrainer
 
-__all__ = ["peft", "transformers"]
+__all__ = ["SFTTrainer", "peft", "transformers"]
