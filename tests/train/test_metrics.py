@@ -96,7 +96,7 @@ def run(tmp_path_factory):
     stream = io.StringIO()
     with TrainingProgress(Console(file=stream, width=40)) as progress:
         callback = MetricsCallback(
-            folder / "metrics.jsonl", tp_size=1, is_writer=True, progress=progress
+            folder / "metrics.jsonl", tp_size=1, is_writer=True, progress=[progress]
         )
         trainer = _trainer(
             folder, callback, eval_rows=_rows().dataset, eval_strategy="steps", eval_steps=NUM_STEPS

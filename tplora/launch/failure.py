@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # Files whose frames only say how the program was entered; the reader wants what comes after.
-_WRAPPERS = ("runpy", os.path.join("tplora", "rank.py"), os.path.join("tplora", "__main__.py"))
+_WRAPPERS = ("runpy", os.path.join("launch", "rank.py"), os.path.join("tplora", "__main__.py"))
 _WRAPPER_PACKAGES = ("typer", "click")
 
 # What gloo and NCCL say when the other side is gone: a consequence, hardly ever the cause.
