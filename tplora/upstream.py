@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CpuParallelismConfig",
     "adapter_target_names",
+    "auto_class",
+    "auto_class_of",
     "build_meta_model",
     "expanded_tp_plan",
     "local_shard",
@@ -59,16 +61,50 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """What a user of transformers would load a model of ``config`` with.
+
+    ``AutoModelForCausalLM`` where it knows the config; for a class with a text model and towers it
+    gives the whole class (gemma3) or the text model alone (llama4). Where it does not (qwen2_5_vl),
+    ``AutoModelForImageTextToText``, which gives the whole class. The mappings are public; their
+    contents were read in transformers 5.24.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_causal |= "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not is_causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def auto_class_of(path: str, **from_pretrained: Any) -> Any:
+    """``auto_class`` of the model at ``path``, found as ``from_pretrained`` with these would."""
+    from transformers import AutoConfig
+
+    where = ("revision", "cache_dir", "local_files_only", "subfolder", "token", "trust_remote_code")
+    config = from_pretrained.get("config") or AutoConfig.from_pretrained(
+        path, **{key: from_pretrained[key] for key in where if key in from_pretrained}
+    )
+    return auto_class(config)
+
+
 def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     """The architecture of ``config`` without weights: parameters on the meta device.
 
-    ``AutoModelForCausalLM.from_config`` is public; that ``tp_plan`` is filled in by the constructor
-    was read in transformers 5.24.
+    ``from_config`` is public; that ``tp_plan`` is filled in by the constructor was read in
+    transformers 5.24.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, trust_remote_code=trust_remote_code
+        )
+    return model
 
 
 def expanded_tp_plan(model: PreTrainedModel) -> dict[str, str]:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tplora.artifact.tensor_file import Place, read_places
 from tplora.errors import ArtifactError
+from tplora.upstream import build_meta_model
 
 __all__ = [
     "INDEX",
@@ -109,8 +109,7 @@ def find_tied_pair(folder: Path) -> TiedPair | None:
     """
     try:
         config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = build_meta_model(config, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ArtifactError(
             f"{folder}: transformers cannot build this model ({error}), so it is not known whether "

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tplora.artifact.adapter_dir import check_fits_base, read_adapter
 from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
 from tplora.errors import ArtifactError
+from tplora.upstream import auto_class_of
 
 __all__ = [
     "Probe",
@@ -86,7 +86,7 @@ def verify_adapter(
     """
     probe = read_probe(probe_path)
     adapter = read_adapter(adapter_folder)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(device)
+    model = auto_class_of(base).from_pretrained(base, dtype=dtype).to(device)
     check_fits_base(
         adapter, {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     )

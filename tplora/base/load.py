@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, DistributedConfig
+from transformers import DistributedConfig
 
 from tplora.errors import ShardError
-from tplora.upstream import tp_mesh
+from tplora.upstream import auto_class_of, tp_mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,8 @@ def load_base(
         )
     if tp_size > 1:
         from_pretrained["distributed_config"] = DistributedConfig(tp_size=tp_size)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **from_pretrained)
+    auto = auto_class_of(path, **from_pretrained)
+    model: PreTrainedModel = auto.from_pretrained(path, **from_pretrained)
     if tp_size == 1 and device is not None:
         model.to(device)
     mesh = tp_mesh(model)
