@@ -60,7 +60,7 @@ _CLASSES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "llama4": (
         "llama4_text",
-        {},
+        {"router_aux_loss_coef": 0.0},  # trl 1.16 reads a num_experts that this config has not
         {
             "vision_config": {
                 **_LAYERED_VISION,

@@ -44,6 +44,7 @@ def install_fused_head(model: PreTrainedModel) -> None:
         scale=found["logit_scale"],
     )
     outputs: tuple[str, ...] = found["outputs"]
+    _name_backbone(model)
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against the signature
     def forward(
@@ -54,6 +55,16 @@ def install_fused_head(model: PreTrainedModel) -> None:
         return _fused_forward(self, settings, outputs, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
+
+
+def _name_backbone(model: PreTrainedModel) -> None:
+    """Make ``model.base_model``, which runs before the head, the part without the head.
+
+    Llama4ForCausalLM (transformers 5.24) is named in it as a part of the class with towers, so that
+    it finds itself, and neither trl's head nor this one would ever see a hidden state.
+    """
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
 
 
 def _wants_router_logits(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
