@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
+    "MENDED_STYLES",
     "CpuParallelismConfig",
     "adapter_target_names",
     "auto_class",
@@ -107,12 +108,25 @@ def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Pr
     return model
 
 
+# What a loaded base really holds where transformers 5.24 says otherwise; see base/mends.py.
+MENDED_STYLES = {
+    "inkling_text": {
+        "model.embed_tokens": "replicate",
+        "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "model.layers.*.mlp.shared_experts": "moe_tp_experts",
+    },
+    "inkling2_text": {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "inkling2_loop_text": {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+}
+
+
 def expanded_tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """The style of every module and parameter that has one, by its full name.
+    """The style of every module and parameter that has one, by its full name, after mending.
 
     ``PreTrainedModel._expand_parallel_plan`` (transformers 5.24, distributed/mixin.py).
     """
-    plan: dict[str, str] = model._expand_parallel_plan(dict(model.tp_plan or {}))
+    rules = dict(model.tp_plan or {}) | MENDED_STYLES.get(model.config.model_type, {})
+    plan: dict[str, str] = model._expand_parallel_plan(rules)
     return plan
 
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import DistributedConfig
+from transformers import AutoConfig, DistributedConfig
 
+from tplora.base.mends import mend_loaded, mended_while_loading
+from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
-from tplora.upstream import auto_class_of, tp_mesh
+from tplora.upstream import auto_class, auto_class_of, tp_mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +40,8 @@ def load_base(
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
-        ShardError: If ``device_map`` is given, or transformers did not cut the model as asked.
+        ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
+            what the ranks hold is not what the checkpoint holds.
     """
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
@@ -46,18 +49,34 @@ def load_base(
             "weights itself; leave device_map out"
         )
     if tp_size > 1:
-        from_pretrained["distributed_config"] = DistributedConfig(tp_size=tp_size)
-    auto = auto_class_of(path, **from_pretrained)
-    model: PreTrainedModel = auto.from_pretrained(path, **from_pretrained)
-    if tp_size == 1 and device is not None:
-        model.to(device)
+        model = _load_cut(path, tp_size, from_pretrained)
+    else:
+        auto = auto_class_of(path, **from_pretrained)
+        model = auto.from_pretrained(path, **from_pretrained)
+        if device is not None:
+            model.to(device)
+    model.requires_grad_(requires_grad=False)
+    return model
+
+
+def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+    config = from_pretrained.get("config")
+    if config is None:
+        config = AutoConfig.from_pretrained(path, **from_pretrained)
+    with mended_while_loading(config, tp_size) as styles:
+        model: PreTrainedModel = auto_class(config).from_pretrained(
+            path,
+            distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
+            **from_pretrained,
+        )
     mesh = tp_mesh(model)
     found = 1 if mesh is None else mesh.size()
-    if found != tp_size:
+    if mesh is None or found != tp_size:
         raise ShardError(
             f"parallel.tp_size = {tp_size}: transformers cut the model into {found}; report this"
         )
-    model.requires_grad_(requires_grad=False)
+    mend_loaded(model, mesh.get_group())
+    check_against_checkpoint(model, path, from_pretrained, mesh.get_group())
     return model
 
 

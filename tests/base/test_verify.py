@@ -1,0 +1,213 @@
+"""A base whose gathered weights are not the checkpoint's is refused on every rank, by name."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.zoo.build import build_model
+from tplora.base import load, mends, verify
+from tplora.base.load import load_base
+from tplora.base.verify import check_against_checkpoint, find_safetensors
+from tplora.errors import ShardError
+from tplora.upstream import local_shard, tp_mesh
+
+OPTIONS = {"dtype": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(model_type)`` is the path of a tiny checkpoint in float32, written once."""
+    folder, written = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def get(model_type):
+        if model_type not in written:
+            written[model_type] = str(folder / model_type)
+            build_model(model_type).save_pretrained(written[model_type])
+        return written[model_type]
+
+    return get
+
+
+@contextlib.contextmanager
+def _set(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _unmended(path: str) -> None:
+    with (
+        _set(mends, "MENDS", {}),
+        pytest.raises(ShardError, match=r"attn\.gqkv_proj\.weight: what the ranks hold of it"),
+    ):
+        load_base(path, tp_size=2, **OPTIONS)
+
+
+@pytest.mark.world
+def test_weights_that_transformers_loads_wrongly_are_seen(world2, saved):
+    world2.run(_unmended, saved("hrm_text"))
+
+
+def _check(model, path):
+    check_against_checkpoint(model, path, OPTIONS, tp_mesh(model).get_group())
+
+
+def _changed(path: str, name: str, named: str, rank: int) -> None:
+    model = load_base(path, tp_size=dist.get_world_size(), **OPTIONS)
+    _check(model, path)
+    shard = local_shard(model.get_parameter(name).data)
+    if dist.get_rank() == rank:
+        shard.view(-1)[-1] += 1
+    with pytest.raises(ShardError, match=named.replace(".", r"\.")):
+        _check(model, path)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+    ],
+)
+def test_one_number_on_the_last_rank_is_seen(world, saved, name):
+    world.run(_changed, saved("qwen3_moe"), name, name, 1)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("name", "named"), [("gate_up_proj", "3.up_proj"), ("down_proj",) * 2])
+def test_so_it_is_in_experts_that_the_checkpoint_has_one_by_one(world, saved, name, named):
+    experts = "model.layers.1.mlp.experts."
+    world.run(_changed, saved("qwen3_moe"), experts + name, named, 0)
+
+
+def _exchanged(path: str) -> None:
+    """Both halves are right, but not where the placement says."""
+    model = load_base(path, tp_size=2, **OPTIONS)
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    assert isinstance(weight, DTensor)
+    shard = local_shard(weight.data)
+    shard.copy_(torch.cat(shard.chunk(2, dim=1)[::-1], dim=1))
+    with pytest.raises(ShardError, match=r"layers\.0\.mlp\.experts\.0\.\w+_proj\.weight"):
+        _check(model, path)
+
+
+@pytest.mark.world
+def test_gate_and_up_the_other_way_round_are_seen(world2, saved):
+    world2.run(_exchanged, saved("qwen3_moe"))
+
+
+def _in_parts(path: str) -> list[int]:
+    """Compare at most 2 kB of each weight; give what was gathered."""
+    sizes = []
+
+    def count(weights, files):
+        sizes.extend(weight.numel() * weight.element_size() for weight in weights.values())
+        return first_difference(weights, files)
+
+    first_difference = verify._first_difference
+    with (
+        _set(verify, "_LARGE_BYTES", 2048),
+        _set(verify, "_first_difference", count),
+    ):
+        model = load_base(path, tp_size=2, **OPTIONS)
+        weights = dict(model.named_parameters())
+        name = next(name for name in weights if name.endswith("o_proj.weight"))
+        if dist.get_rank() == 1:
+            local_shard(weights[name].data)[:1, -1:] += 1
+        with pytest.raises(ShardError, match=r"layers\.0\.\w+\.o_proj\.weight"):
+            _check(model, path)
+    return sizes
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("model_type", ["llama4_text", "mixtral", "qwen3_moe", "hrm_text"])
+def test_of_large_weights_a_part_is_compared(world2, saved, model_type):
+    sizes, nothing = world2.run(_in_parts, saved(model_type))
+    assert sizes
+    assert not nothing, "the first rank reads"
+    whole = [weight.numel() * 4 for weight in build_model(model_type).parameters()]
+    if model_type != "hrm_text":  # what falls out of a fused weight is compared whole
+        assert max(sizes) < max(whole) / 4
+
+
+def _unreadable(path: str) -> None:
+    with (
+        _set(verify, "find_safetensors", lambda *args: {"lm_head.weight": "nowhere"}),
+        pytest.raises(ShardError, match=r"cannot be compared with it \(\w+: .*tp_size = 1"),
+    ):
+        load_base(path, tp_size=2, **OPTIONS)
+
+
+@pytest.mark.world
+def test_a_checkpoint_that_cannot_be_read_again_is_said_on_every_rank(world2, saved):
+    world2.run(_unreadable, saved("qwen3"))
+
+
+def _loads(path: str) -> list[str]:
+    compared = []
+    first_difference = verify._first_difference
+
+    def note(weights, files):
+        compared.extend(sorted(set(weights) & set(files)))
+        return first_difference(weights, files)
+
+    with _set(verify, "_first_difference", note):
+        load_base(path, tp_size=2, **OPTIONS)
+    return compared
+
+
+@pytest.mark.world
+def test_each_kind_is_compared_in_the_first_and_in_the_last_layer(world2, saved):
+    compared, _ = world2.run(_loads, saved("gemma4_text"))
+    layers = {name.split(".")[2] for name in compared if ".layers." in name}
+    last = build_model("gemma4_text").config.num_hidden_layers - 1
+    assert layers >= {"0", str(last)}
+    kinds = {name.split(".", 3)[3] for name in compared if ".layers." in name}
+    assert {"self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"} <= kinds
+
+
+def test_one_process_is_not_compared(saved, monkeypatch):
+    monkeypatch.setattr(load, "check_against_checkpoint", None)
+    load_base(saved("qwen3"), tp_size=1, **OPTIONS)
+
+
+def test_files_are_found_in_a_folder_in_a_subfolder_and_in_several_pieces(saved, tmp_path):
+    whole = find_safetensors(saved("qwen3"), {})
+    names = set(whole)
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    AutoModelForCausalLM.from_pretrained(saved("qwen3")).save_pretrained(
+        tmp_path / "inside", max_shard_size="50KB"
+    )
+    pieces = find_safetensors(str(tmp_path), {"subfolder": "inside"})
+    assert set(pieces) == names
+    assert len(set(pieces.values())) > 2
+    assert all(file.is_file() for file in pieces.values())
+
+
+def test_files_of_a_hub_id_are_found_in_the_cache_without_network(tmp_path):
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / ("a" * 40)
+    refs = tmp_path / "models--someone--model" / "refs"
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, snapshot / "model.safetensors")
+    found = find_safetensors("someone/model", {"cache_dir": str(tmp_path)})
+    assert found == {"lm_head.weight": snapshot / "model.safetensors"}
+
+
+@pytest.mark.parametrize("options", [{}, {"gguf_file": "model.gguf"}, {"variant": "fp16"}])
+def test_what_is_not_safetensors_is_not_compared(tmp_path, options):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    assert find_safetensors(str(tmp_path), options) == {}

@@ -1,0 +1,183 @@
+"""After loading: a sample of the gathered weights is, bit for bit, what the checkpoint holds.
+
+Transformers renames, splits, fuses and cuts weights by rules of each architecture, and a rule that
+goes wrong raises nothing: the model is another one. So of every kind of parameter the one of the
+first and of the last layer is gathered, taken back to the checkpoint's own names and form, and
+compared there.
+
+Not compared, because nothing is there to compare with: folders without safetensors (GGUF,
+``pytorch_model.bin``, a variant), weights quantised in the checkpoint or in the model, and weights
+made in a way that cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from tplora.errors import ShardError
+from tplora.upstream import local_shard
+from tplora.upstream_base import Conversions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+
+__all__ = ["check_against_checkpoint", "find_safetensors"]
+
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LARGE_BYTES = 8 << 20
+"""Of a larger weight a part is compared: these bytes, or one expert; every rank has some of it."""
+_TOO_LARGE_BYTES = 512 << 20
+"""A larger weight that can only be compared whole is not."""
+
+
+def find_safetensors(path: str, options: Mapping[str, Any]) -> dict[str, Path]:
+    """The file of every tensor of a checkpoint in safetensors; empty where there is none.
+
+    Args:
+        path: What ``from_pretrained`` has loaded: a folder or a hub id.
+        options: The arguments of ``from_pretrained``, some of which say which one of a hub id.
+    """
+    if options.get("gguf_file") or options.get("variant"):
+        return {}
+    folder = Path(path)
+    if not folder.is_dir():
+        wanted = {key: options[key] for key in ("revision", "cache_dir") if options.get(key)}
+        folder = Path(snapshot_download(path, local_files_only=True, **wanted))
+    folder /= options.get("subfolder") or ""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():  # as transformers prefers it
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in names.items()}
+    return {}
+
+
+def check_against_checkpoint(
+    model: PreTrainedModel, path: str, options: Mapping[str, Any], group: ProcessGroup
+) -> None:
+    """Gather a sample of the weights and hold it to the checkpoint.
+
+    Collective over ``group``, of which the first rank reads the files.
+
+    Args:
+        model: As loaded, cut over the ranks of ``group``.
+        path: What ``from_pretrained`` has loaded.
+        options: The arguments of ``from_pretrained``.
+        group: The ranks that hold the model.
+
+    Raises:
+        ShardError: On every rank, naming the first weight that differs.
+    """
+    conversions = Conversions(model)
+    gathered = {
+        name: _gather(parameter, part_dim)
+        for name, parameter in _sample(model).items()
+        for is_comparable, part_dim in [_part(name, parameter, conversions)]
+        if is_comparable
+    }
+    problem: list[str | None] = [None]
+    if dist.get_rank(group) == 0:
+        problem[0] = _problem(conversions, gathered, path, options)
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0] is not None:
+        raise ShardError(
+            f"{problem[0]}; use parallel.tp_size = 1 for {model.config.model_type} and report this "
+            "with `tplora report`"
+        )
+
+
+def _sample(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Of parameters whose names differ in numbers only, the first and the last.
+
+    What falls out of one weight of the checkpoint is of one layer, so it comes together.
+    """
+    kinds: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append((name, parameter.detach()))
+    return {name: one for same in kinds.values() for name, one in (same[0], same[-1])}
+
+
+def _part(name: str, parameter: torch.Tensor, conversions: Conversions) -> tuple[bool, int | None]:
+    """Whether a weight can be compared, and the dim of which the first rows are, if not all are."""
+    num_bytes = parameter.numel() * parameter.element_size()
+    if parameter.dtype not in _PLAIN_DTYPES or conversions.lose(name):
+        return False, None
+    if num_bytes <= _LARGE_BYTES:
+        return True, None
+    cut_dim = _cut_dim(parameter)
+    whole_dims = [dim for dim in range(parameter.ndim) if dim != cut_dim]
+    if whole_dims and conversions.keep_rows_apart(name, whole_dims[0]):
+        return True, whole_dims[0]
+    return num_bytes <= _TOO_LARGE_BYTES, None
+
+
+def _cut_dim(parameter: torch.Tensor) -> int | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    dim: int | None = getattr(parameter.placements[-1], "dim", None)
+    return None if dim is None else dim % parameter.ndim
+
+
+def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
+    """The full tensor on the CPU; of ``part_dim`` only the first rows."""
+    local, shape = local_shard(parameter), list(parameter.shape)
+    if part_dim is not None:
+        num_row_bytes = parameter.numel() * parameter.element_size() // shape[part_dim]
+        shape[part_dim] = max(1, _LARGE_BYTES // num_row_bytes) if len(shape) == 2 else 1
+        local = local.narrow(part_dim, 0, shape[part_dim])
+    if isinstance(parameter, DTensor):
+        local = DTensor.from_local(
+            local.contiguous(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        ).full_tensor()
+    return local.cpu()
+
+
+def _problem(
+    conversions: Conversions,
+    gathered: Mapping[str, torch.Tensor],
+    path: str,
+    options: Mapping[str, Any],
+) -> str | None:
+    try:
+        files = find_safetensors(path, options)
+        name = _first_difference(conversions.reverted(gathered), files) if files else None
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"{path}: what the ranks hold cannot be compared with it ({found})"
+    if name is None:
+        return None
+    return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
+
+
+def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
+    for name, weight in sorted(weights.items()):
+        if name not in files:
+            continue  # tied, new, or named otherwise in this checkpoint
+        with safe_open(files[name], framework="pt") as opened:
+            lazy = opened.get_slice(name)
+            ranges = tuple(
+                slice(0, min(sizes)) for sizes in zip(lazy.get_shape(), weight.shape, strict=True)
+            )
+            there = lazy[ranges] if ranges else opened.get_tensor(name)
+        if there.dtype in _PLAIN_DTYPES and not torch.equal(there.to(weight.dtype), weight[ranges]):
+            return name
+    return None
