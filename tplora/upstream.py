@@ -117,6 +117,17 @@ MENDED_STYLES = {
     },
     "inkling2_text": {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     "inkling2_loop_text": {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "qwen3_vl": {  # qwen3's
+        f"model.language_model.layers.*.{name}": style
+        for name, style in (
+            *((f"self_attn.{name}_proj", "colwise") for name in "qkv"),
+            *((f"self_attn.{name}_norm", "replicated_with_grad_allreduce") for name in "qk"),
+            ("self_attn.o_proj", "rowwise"),
+            ("mlp.gate_proj", "colwise"),
+            ("mlp.up_proj", "colwise"),
+            ("mlp.down_proj", "rowwise"),
+        )
+    },
 }
 
 

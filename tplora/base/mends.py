@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tplora.base.towers import give_inputs_of_layers
 from tplora.collectives import reduce_partial, replicate_input, split_last_dim
 from tplora.errors import ShardError
 from tplora.upstream import MENDED_STYLES
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["MENDS", "Mend", "mend_loaded", "mended_while_loading"]
+__all__ = ["CLASS_MENDS", "MENDS", "Mend", "mend_loaded", "mended_while_loading"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +62,28 @@ def mended_while_loading(config: PretrainedConfig, tp_size: int) -> Iterator[dic
         ShardError: If this model cannot be right at this tp_size.
     """
     text = config.get_text_config(decoder=True)
-    mend = MENDS.get(text.model_type)
+    mend = _mend_of(config)
     if mend is None:
         yield {}
         return
     if mend.check_config is not None:
         mend.check_config(text, tp_size)
-    if mend.replaces_styles and config.model_type != text.model_type:
+    if mend.replaces_styles and config.model_type not in MENDED_STYLES:
         raise ShardError(
             f"parallel.tp_size = {tp_size}: {config.model_type} is not right when cut; use "
             f"parallel.tp_size = 1, or a model of {text.model_type} alone"
         )
-    styles = MENDED_STYLES[text.model_type] if mend.replaces_styles else {}
+    styles = MENDED_STYLES[config.model_type] if mend.replaces_styles else {}
     with contextlib.ExitStack() as stack:
         if mend.fused_sizes is not None:
             stack.enter_context(fused_weights_read_by_piece(mend.fused_sizes))
         yield dict(styles)
+
+
+def _mend_of(config: PretrainedConfig) -> Mend | None:
+    """The mend of the class with towers, if it has one of its own, or else of its text model."""
+    text_type = config.get_text_config(decoder=True).model_type
+    return CLASS_MENDS.get(config.model_type) or MENDS.get(text_type)
 
 
 def mend_loaded(model: PreTrainedModel, group: ProcessGroup) -> None:
@@ -85,7 +92,7 @@ def mend_loaded(model: PreTrainedModel, group: ProcessGroup) -> None:
     Raises:
         ShardError: If the checkpoint has a form for which this is not known to be right.
     """
-    mend = MENDS.get(model.config.get_text_config(decoder=True).model_type)
+    mend = _mend_of(model.config)
     if mend is None:
         return
     if mend.mend_model is not None:
@@ -248,3 +255,16 @@ MENDS = {
     ),
 }
 """By the model type of the text config."""
+
+CLASS_MENDS = {
+    "gemma4": Mend(
+        fault="it mixes a row of the cut embedding with a plain tensor",
+        module_type="Gemma4Model",
+        mend_module=give_inputs_of_layers,
+    ),
+    "qwen3_vl": Mend(
+        fault="only embedding and head have styles, so that every rank would hold all layers",
+        replaces_styles=True,
+    ),
+}
+"""By the model type of a class with towers, for what is wrong in the class, not its text model."""
