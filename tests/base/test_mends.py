@@ -129,6 +129,25 @@ def test_a_cut_base_is_the_base_of_one_process(world2, saved, model_type):
     assert world2.run(_difference, saved(model_type), model_type) == ["", ""]
 
 
+def _answers(path: str) -> None:
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(7))
+    models = (
+        load_base(path, tp_size=2, **OPTIONS),
+        AutoModelForCausalLM.from_pretrained(path, **OPTIONS),
+    )
+    found, wanted = (
+        model.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        for model in models
+    )
+    assert torch.equal(found, wanted)
+
+
+# Without gradients transformers takes other ways through its cut layers.
+@pytest.mark.parametrize("model_type", sorted(MENDS))
+def test_it_answers_as_one_process_does(world2, saved, model_type):
+    world2.run(_answers, saved(model_type))
+
+
 @pytest.mark.parametrize(
     "model_type", ["doge", "gemma3n_text", "hrm_text", "llama4_text", "phimoe", "sarvam_moe"]
 )

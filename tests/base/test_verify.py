@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.zoo.build import build_model
+from tests.zoo.multimodal import write_checkpoint
 from tplora.base import load, mends, verify
 from tplora.base.load import load_base
 from tplora.base.verify import check_against_checkpoint, find_safetensors
@@ -160,12 +161,39 @@ def _loads(path: str) -> list[str]:
     first_difference = verify._first_difference
 
     def note(weights, files):
-        compared.extend(sorted(set(weights) & set(files)))
+        compared.extend(verify._names_there(sorted(weights), files))
         return first_difference(weights, files)
 
     with _set(verify, "_first_difference", note):
         load_base(path, tp_size=2, **OPTIONS)
     return compared
+
+
+@pytest.mark.world
+def test_a_text_model_is_held_to_the_whole_class_that_it_was_saved_in(world2, tmp_path):
+    compared, _ = world2.run(_loads, write_checkpoint("llama4", tmp_path))
+    assert "model.layers.0.self_attn.q_proj.weight" in compared
+
+
+def _nothing_found(path: str) -> None:
+    with (
+        _set(verify, "find_safetensors", lambda *args: {"other": "nowhere"}),
+        pytest.raises(ShardError, match=r"cannot be compared .*it has none of "),
+    ):
+        load_base(path, tp_size=2, **OPTIONS)
+
+
+@pytest.mark.world
+def test_a_checkpoint_without_any_of_the_names_is_refused(world2, saved):
+    world2.run(_nothing_found, saved("qwen3"))
+
+
+@pytest.mark.world
+def test_a_model_without_its_head_in_the_checkpoint_is_compared(world2, tmp_path):
+    model = build_model("qwen3")
+    model.model.save_pretrained(tmp_path)
+    compared, _ = world2.run(_loads, str(tmp_path))
+    assert "model.layers.0.self_attn.q_proj.weight" in compared
 
 
 @pytest.mark.world

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from tplora.upstream import local_shard
 from tplora.upstream_base import Conversions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
@@ -159,7 +160,9 @@ def _problem(
 ) -> str | None:
     try:
         files = find_safetensors(path, options)
-        name = _first_difference(conversions.reverted(gathered), files) if files else None
+        if not files or not gathered:
+            return None
+        name = _first_difference(conversions.reverted(gathered), files)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return f"{path}: what the ranks hold cannot be compared with it ({found})"
@@ -169,15 +172,36 @@ def _problem(
 
 
 def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
-    for name, weight in sorted(weights.items()):
-        if name not in files:
-            continue  # tied, new, or named otherwise in this checkpoint
-        with safe_open(files[name], framework="pt") as opened:
-            lazy = opened.get_slice(name)
-            ranges = tuple(
-                slice(0, min(sizes)) for sizes in zip(lazy.get_shape(), weight.shape, strict=True)
-            )
-            there = lazy[ranges] if ranges else opened.get_tensor(name)
-        if there.dtype in _PLAIN_DTYPES and not torch.equal(there.to(weight.dtype), weight[ranges]):
-            return name
+    there = _names_there(sorted(weights), files)
+    if not there:
+        raise LookupError(f"it has none of {', '.join(sorted(weights)[:3])}, ...")
+    for name, found in there.items():
+        if not _is_equal(weights[name], found, files[found]):
+            return found
     return None
+
+
+def _names_there(names: Sequence[str], files: Mapping[str, Path]) -> dict[str, str]:
+    """What the checkpoint calls these weights; tied and new ones are left out.
+
+    A class with towers has its text model's weights below a prefix; a model that was saved without
+    its head has no prefix.
+    """
+    missing = [name for name in names if name not in files]
+    prefixes = Counter(
+        key.removesuffix(name) for name in missing for key in files if key.endswith(f".{name}")
+    )
+    prefix = max(prefixes, key=lambda one: prefixes[one], default="")
+    candidates = {name: (name, prefix + name, name.partition(".")[2]) for name in names}
+    found = {name: [one for one in tried if one in files] for name, tried in candidates.items()}
+    return {name: there[0] for name, there in found.items() if there}
+
+
+def _is_equal(weight: torch.Tensor, name: str, file: Path) -> bool:
+    """Whether they are bit for bit, as far as both go, once the checkpoint's is cast."""
+    with safe_open(file, framework="pt") as opened:
+        lazy = opened.get_slice(name)
+        sizes = zip(lazy.get_shape(), weight.shape, strict=True)
+        ranges = tuple(slice(0, min(pair)) for pair in sizes)
+        there = lazy[ranges] if ranges else opened.get_tensor(name)
+    return there.dtype not in _PLAIN_DTYPES or torch.equal(there.to(weight.dtype), weight[ranges])
