@@ -235,7 +235,15 @@ def test_files_of_a_hub_id_are_found_in_the_cache_without_network(tmp_path):
     assert found == {"lm_head.weight": snapshot / "model.safetensors"}
 
 
-@pytest.mark.parametrize("options", [{}, {"gguf_file": "model.gguf"}, {"variant": "fp16"}])
-def test_what_is_not_safetensors_is_not_compared(tmp_path, options):
+OTHERS = ({"gguf_file": "model.gguf"}, {"variant": "fp16"}, {"use_safetensors": False})
+
+
+@pytest.mark.parametrize("options", OTHERS)
+def test_what_was_not_read_from_safetensors_is_not_compared(saved, options):
+    assert find_safetensors(saved("qwen3"), {})
+    assert find_safetensors(saved("qwen3"), options) == {}
+
+
+def test_a_folder_without_safetensors_has_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
-    assert find_safetensors(str(tmp_path), options) == {}
+    assert find_safetensors(str(tmp_path), {}) == {}

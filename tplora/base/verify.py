@@ -50,7 +50,8 @@ def find_safetensors(path: str, options: Mapping[str, Any]) -> dict[str, Path]:
         path: What ``from_pretrained`` has loaded: a folder or a hub id.
         options: The arguments of ``from_pretrained``, some of which say which one of a hub id.
     """
-    if options.get("gguf_file") or options.get("variant"):
+    is_other = options.get("gguf_file") or options.get("variant")
+    if is_other or options.get("use_safetensors") is False:
         return {}
     folder = Path(path)
     if not folder.is_dir():
