@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.models import Case
 from tplora.adapter import attach
+from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
 from tplora.collectives import SharedInput, reduce_partial
@@ -37,12 +38,12 @@ BREAKS = {
     ),
     "stock dropout": (
         Case(dropout=0.3),
-        lambda: mock.patch.object(attach, "_shard_dropout"),
+        lambda: mock.patch("tplora.adapter.layers.shard_dropout"),
         "step 1: loss|step 1: grad",
     ),
     "ranks that draw their own masks": (
         Case(dropout=0.3),
-        lambda: mock.patch.object(attach.ForwardSeed, "enter", return_value=None),
+        lambda: mock.patch.object(ForwardSeed, "enter", return_value=None),
         "step 1: grad",
     ),
     "ranks that draw their own factors": (

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.parity import assert_is_shard
 from tests.tiny import VOCAB
-from tplora.adapter.attach import TploraModel, attach_adapter
+from tplora.adapter.attach import attach_adapter
+from tplora.adapter.model import TploraModel
 from tplora.base.load import check_shards, load_base
 
 HEADS = (24, 12)

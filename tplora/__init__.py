@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tplora.adapter.attach import TploraModel, attach_adapter
+    from tplora.adapter.attach import attach_adapter
     from tplora.adapter.load import load_factors
+    from tplora.adapter.model import TploraModel
     from tplora.adapter.save import save_adapter
     from tplora.artifact.merge import merge_adapter
     from tplora.artifact.verify import verify_adapter
@@ -33,7 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "tplora.plan.build",
     "TploraError": "tplora.errors",
-    "TploraModel": "tplora.adapter.attach",
+    "TploraModel": "tplora.adapter.model",
     "TploraSFTTrainer": "tplora.train.trainer",
     "attach_adapter": "tplora.adapter.attach",
     "build_plan": "tplora.plan.build",

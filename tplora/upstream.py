@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import ParallelismConfig
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
@@ -29,17 +30,23 @@ __all__ = [
     "auto_class_of",
     "build_meta_model",
     "expanded_tp_plan",
+    "grouped_mm",
     "local_shard",
+    "lora_alpha_of",
     "lora_rank_of",
+    "own_forward",
     "peft_moved_names",
     "peft_refusal",
+    "peft_without_moved_names",
     "peft_without_tensor_parallelism",
+    "placement_of",
     "queue_after_backward",
     "register_lora_layers",
     "tp_mesh",
     "transform_output",
     "trl_fused_head_settings",
     "trl_without_head_check",
+    "with_all_linear_named",
 ]
 
 
@@ -52,6 +59,20 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor
+
+
+def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
+    """DTensor's word for a cut: on a dim that holds ``split_factor`` fused weights, or none.
+
+    ``_StridedShard`` (torch 2.11 to 2.14).
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if shard_dim is None:
+        return Replicate()
+    if split_factor == 1:
+        return Shard(shard_dim)
+    return _StridedShard(shard_dim, split_factor=split_factor)
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
@@ -131,14 +152,28 @@ MENDED_STYLES = {
 }
 
 
-def expanded_tp_plan(model: PreTrainedModel) -> dict[str, str]:
+def expanded_tp_plan(model: PreTrainedModel, *, is_own: bool = False) -> dict[str, str]:
     """The style of every module and parameter that has one, by its full name, after mending.
 
-    ``PreTrainedModel._expand_parallel_plan`` (transformers 5.24, distributed/mixin.py).
+    Args:
+        model: On any device.
+        is_own: The plan of the model's class and config, whatever this model was given.
+
+    ``PreTrainedModel._expand_parallel_plan``, ``init_parallel_plans`` and the four plans it sets
+    (transformers 5.24, distributed/mixin.py).
     """
-    rules = dict(model.tp_plan or {}) | MENDED_STYLES.get(model.config.model_type, {})
-    plan: dict[str, str] = model._expand_parallel_plan(rules)
-    return plan
+    kept = {
+        name: getattr(model, name) for name in ("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan")
+    }
+    try:
+        if is_own:
+            model.init_parallel_plans()
+        rules = dict(model.tp_plan or {}) | MENDED_STYLES.get(model.config.model_type, {})
+    finally:
+        for name, plan in kept.items():
+            setattr(model, name, plan)
+    expanded: dict[str, str] = model._expand_parallel_plan(rules)
+    return expanded
 
 
 def tp_mesh(model: PreTrainedModel) -> DeviceMesh | None:
@@ -210,6 +245,16 @@ def adapter_target_names(model: PreTrainedModel, config: LoraConfig) -> list[str
     ]
 
 
+def own_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """A module's forward as its class wrote it, without what a style put around it.
+
+    A style sets ``module.forward`` on the instance (transformers 5.24, ``install_forward`` in
+    distributed/tensor_parallel.py).
+    """
+    forward: Callable[..., torch.Tensor] = type(module).forward.__get__(module)
+    return forward
+
+
 def transform_output(
     style: str, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh
 ) -> torch.Tensor:
@@ -226,6 +271,17 @@ def transform_output(
     return transformed
 
 
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """One matmul per group of rows: ``x`` sorted by expert, ``offs`` where each expert's rows end.
+
+    ``_grouped_mm`` (transformers 5.24, integrations/moe.py) chooses the kernel.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    product: torch.Tensor = _grouped_mm(x, weight, offs)
+    return product
+
+
 def peft_moved_names(model_type: str) -> frozenset[str]:
     """Names that PEFT moves onto a model's expert parameters, whatever module carries them.
 
@@ -239,6 +295,23 @@ def peft_moved_names(model_type: str) -> frozenset[str]:
     if not conversion._MOE_FUSED_TARGETS.get(pattern):
         return frozenset()
     return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+
+
+@contextlib.contextmanager
+def peft_without_moved_names() -> Iterator[None]:
+    """While open, PEFT adapts the modules a config names and moves none of them onto experts.
+
+    ``convert_peft_config_for_transformers`` (peft 0.21, utils/transformers_weight_conversion.py),
+    which is looked up there each time a model is adapted.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    original = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = original
 
 
 def peft_refusal(config: LoraConfig, model: PreTrainedModel, name: str) -> str | None:
@@ -265,6 +338,27 @@ def lora_rank_of(config: LoraConfig, name: str) -> int:
     key = get_pattern_key(config.rank_pattern.keys(), name)
     r: int = config.rank_pattern.get(key, config.r)
     return r
+
+
+def lora_alpha_of(config: LoraConfig, name: str) -> int:
+    """``lora_alpha`` of module ``name``, or ``alpha_pattern``'s where one matches."""
+    from peft.utils.other import get_pattern_key
+
+    key = get_pattern_key(config.alpha_pattern.keys(), name)
+    alpha: int = config.alpha_pattern.get(key, config.lora_alpha)
+    return alpha
+
+
+def with_all_linear_named(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
+    """A copy of ``config`` with "all-linear" spelled out, as PEFT does on attaching.
+
+    ``_maybe_include_all_linear_layers`` (peft 0.21, tuners_utils.py).
+    """
+    import copy
+
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    return _maybe_include_all_linear_layers(copy.copy(config), model)
 
 
 def trl_fused_head_settings(forward: Callable[..., Any]) -> dict[str, Any] | None:

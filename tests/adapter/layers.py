@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tplora.adapter.attach import _LINEAR_BY_CUT, _shard_dropout
 from tplora.adapter.dropout import ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
+from tplora.adapter.layers import LINEAR_BY_CUT, shard_dropout
 from tplora.collectives import SharedInput
-from tplora.plan.build import LayerPlan
-from tplora.plan.style import STYLES, TensorPlan, place_factors, shard_range
+from tplora.plan.layer import LayerPlan, plan_weight
+from tplora.plan.style import shard_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,24 +91,16 @@ def draw(case: Case) -> Numbers:
 
 
 def plan_layer(case: Case) -> LayerPlan:
-    style = STYLES[case.kind][case.style]
-    weight = TensorPlan(
-        shape=(case.out_features, case.in_features), shard_dim=style.weight_shard_dim
-    )
-    a, b = place_factors(
-        case.kind, weight, r=case.r, is_replica_grad_partial=style.is_replica_grad_partial
-    )
-    return LayerPlan(
-        name="layer",
-        kind=case.kind,
-        style=case.style,
-        weight=weight,
+    in_dim = 1 if case.kind == "linear" else 0
+    return plan_weight(
+        "layer",
+        case.kind,
+        case.style,
+        (case.out_features, case.in_features),
+        (in_dim, 1 - in_dim),
+        r=case.r,
+        tp_size=2,
         has_bias=case.has_bias,
-        gathers_output=style.gathers_output,
-        splits_input=style.splits_input,
-        transforms_output=False,
-        a=a,
-        b=b,
     )
 
 
@@ -127,7 +119,7 @@ class Layer:
         self.factors: dict[str, tuple[Factor, Factor]] = {}
         for k, name in enumerate(case.adapters):
             plan = plan_layer(replace(case, r=case.r + k))
-            _shard_dropout(self.module, name, plan)
+            shard_dropout(self.module, name, plan)
             self.factors[name] = self.module.make_factors(name, "layer", plan)
             for factor in self.factors[name]:
                 self.sync.add(factor)
@@ -150,7 +142,7 @@ class Layer:
         if case.kind == "embedding":
             module = TploraEmbedding(base, first, plan=self.plan, mesh=self.mesh, **settings)
         else:
-            module = _LINEAR_BY_CUT[self.plan.weight.shard_dim](
+            module = LINEAR_BY_CUT[self.plan.weight.shard_dim](
                 base,
                 first,
                 plan=self.plan,

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tplora.adapter.attach import TploraModel, attach_adapter
+from tplora.adapter.attach import attach_adapter
+from tplora.adapter.model import TploraModel
 from tplora.base.load import load_base
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"]

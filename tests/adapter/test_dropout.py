@@ -232,7 +232,7 @@ def test_evaluation_drops_nothing(world2, checkpoint):
 def _losses_with_stock_dropout(path: str) -> list[float]:
     """PEFT's nn.Dropout, drawing from each rank's own generator."""
     with (
-        mock.patch("tplora.adapter.attach._shard_dropout"),
+        mock.patch("tplora.adapter.layers.shard_dropout"),
         mock.patch.object(ForwardSeed, "enter", return_value=None),
     ):
         return _losses(path, 3)

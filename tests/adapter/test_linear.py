@@ -17,9 +17,10 @@ from tests.communication import count_collectives
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
 from tplora import collectives
-from tplora.adapter import factor, linear
+from tplora.adapter import linear
 from tplora.adapter.gradients import GradientSync
 from tplora.collectives import SharedInput, reduce_partial
+from tplora.plan import style as plan_style
 from tplora.plan.style import shard_range
 
 pytestmark = pytest.mark.world
@@ -218,8 +219,8 @@ def _row_bias_on_every_rank(self: Any, x: torch.Tensor) -> torch.Tensor:
     return reduce_partial(self.add_delta(F.linear(x, weight, bias), x), self.group)
 
 
-def _shards_in_reverse(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    return shard_range(size, tp_size - 1 - tp_rank, tp_size)
+def _shards_in_reverse(size: int, tp_rank: int, tp_size: int, _: int) -> list[tuple[int, int]]:
+    return [shard_range(size, tp_size - 1 - tp_rank, tp_size)]
 
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
@@ -227,7 +228,7 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
     "no input reduction": (collectives, "replicate_input", _no_input_reduction),
     "joined after": (linear.RowParallelLoraLinear, "forward", _row_joined_after_the_reduction),
     "bias everywhere": (linear.RowParallelLoraLinear, "forward", _row_bias_on_every_rank),
-    "wrong slice": (factor, "shard_range", _shards_in_reverse),
+    "wrong slice": (plan_style, "shard_ranges", _shards_in_reverse),
 }
 
 
@@ -269,7 +270,7 @@ def test_parity_sees(world2, style, name, seen):
 def _parity_with_stock_dropout(case: Case) -> None:
     """PEFT's nn.Dropout stays where it was and draws from each rank's own generator."""
     with (
-        mock.patch.object(layers, "_shard_dropout"),
+        mock.patch.object(layers, "shard_dropout"),
         mock.patch.object(Layer, "key", 1000 + dist.get_rank()),
     ):
         _layer_equals_plain_torch(case)

@@ -149,18 +149,27 @@ def test_planning_reads_no_weight(monkeypatch):
 # --- refusals
 
 
-def test_a_style_without_an_exact_adapter_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize(
+    ("style", "what"),
+    [
+        (
+            "a_style_of_tomorrow",
+            "cuts model.layers.0.mlp.up_proj.weight and 3 more by style 'a_style_of_",
+        ),
+        ("packed_colwise", "model.layers.0.mlp.up_proj has style 'packed_colwise', which is not"),
+        ("replicate", "model.layers.0.mlp.up_proj has style 'replicate', which is not Llama"),
+    ],
+)
+def test_a_plan_that_is_not_the_models_own_is_refused_by_name(monkeypatch, style, what):
     model = build_meta_model(tiny_config("llama"), trust_remote_code=False)
-    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": style}
     monkeypatch.setattr(build, "build_meta_model", lambda *_, **__: model)
-    problems = _problems("llama")
-    assert len(problems) == 2
-    assert "model.layers.0.mlp.up_proj has style 'packed_colwise'" in problems[0]
-    assert "colwise_gather_output" in problems[0]
-    assert "lora.exclude_modules" in problems[0]
+    problem = _problems("llama")[0]
+    assert problem.startswith("parallel.tp_size = 2: ")
+    assert what in problem
 
 
-def test_a_subclass_with_its_own_forward_is_refused_when_the_model_is_cut(monkeypatch):
+def test_a_subclass_with_its_own_forward_is_adapted_by_its_weight(monkeypatch):
     class ScaledLinear(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
@@ -168,9 +177,10 @@ def test_a_subclass_with_its_own_forward_is_refused_when_the_model_is_cut(monkey
     model = build_meta_model(tiny_config("llama"), trust_remote_code=False)
     model.model.layers[0].mlp.up_proj.__class__ = ScaledLinear
     monkeypatch.setattr(build, "build_meta_model", lambda *_, **__: model)
-    (problem,) = _problems("llama")
-    assert "model.layers.0.mlp.up_proj is a ScaledLinear, a subclass with a forward" in problem
-    assert _plan("llama", tp_size=1).layers  # in one process the class may do what it likes
+    layer = _plan("llama", tp_size=2).layer("model.layers.0.mlp.up_proj.weight")
+    assert (layer.kind, layer.weight.shard_dim, layer.b.shard_dim) == ("parameter", 0, 0)
+    (problem,) = _problems("llama", lora={"lora_dropout": 0.1})
+    assert "up_proj.weight is adapted inside its module's forward" in problem
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tplora.plan.style import STYLES, TensorPlan, place_factors, shard_range
+from tplora.plan.style import STYLES, TensorPlan, place_factors, shard_range, shard_ranges
 
 SIZES = st.integers(min_value=0, max_value=300)
 TP_SIZES = st.integers(min_value=1, max_value=8)
@@ -84,9 +84,11 @@ TABLE = {
 def test_factors_are_placed_as_in_the_table(row):
     kind, weight_dim, is_replica_grad_partial, a_wanted, b_wanted = TABLE[row]
     shape = (OUT, IN) if kind == "linear" else (IN, OUT)  # an embedding's W is [vocab, hidden]
+    in_dim = 1 if kind == "linear" else 0
     a, b = place_factors(
-        kind,
         TensorPlan(shape=shape, shard_dim=weight_dim),
+        in_dim=in_dim,
+        out_dim=1 - in_dim,
         r=R,
         is_replica_grad_partial=is_replica_grad_partial,
     )
@@ -111,6 +113,17 @@ STYLES_READ_UPSTREAM = {
     },
     "embedding": {
         "embedding_rowwise": (0, False, False, False),
+        "embedding_colwise": (1, True, False, False),
+        "replicate": (None, False, False, False),
+        None: (None, False, False, False),
+    },
+    "parameter": {
+        "colwise": (0, False, False, False),
+        "colwise_gather_output": (0, True, False, False),
+        "colwise_rep": (0, True, False, False),
+        "packed_colwise": (0, False, False, False),
+        "rowwise": (1, False, False, False),
+        "packed_rowwise": (1, False, False, False),
         "replicate": (None, False, False, False),
         None: (None, False, False, False),
     },
@@ -137,7 +150,51 @@ def test_a_factor_that_is_cut_never_has_a_partial_gradient():
     for kind, styles in STYLES.items():
         for style in styles.values():
             weight = TensorPlan(shape=(OUT, IN), shard_dim=style.weight_shard_dim)
+            in_dim = 0 if kind == "embedding" else 1
             for factor in place_factors(
-                kind, weight, r=R, is_replica_grad_partial=style.is_replica_grad_partial
+                weight,
+                in_dim=in_dim,
+                out_dim=1 - in_dim,
+                r=R,
+                is_replica_grad_partial=style.is_replica_grad_partial,
             ):
                 assert not (factor.shard_dim is not None and factor.is_grad_partial)
+
+
+EXPERTS = {
+    "[E, out, in] cut on out, fused": ((2, 1), 1, 2, (None, 1, True), (0, 2, False)),
+    "[E, out, in] cut on in": ((2, 1), 2, 1, (1, 1, False), (None, 1, True)),
+    "[E, in, out] cut on out, fused": ((1, 2), 2, 2, (None, 1, True), (0, 2, False)),
+    "[E, in, out] cut on in": ((1, 2), 1, 1, (1, 1, False), (None, 1, True)),
+    "[E, in, out] that peft takes for [E, out, in], fused": (
+        (2, 1),
+        2,
+        2,
+        (1, 2, False),
+        (None, 1, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_factors_of_stacked_experts_are_cut_like_the_experts(case):
+    (in_dim, out_dim), dim, split_factor, a_wanted, b_wanted = EXPERTS[case]
+    weight = TensorPlan(shape=(5, 24, 20), shard_dim=dim, split_factor=split_factor)
+    a, b = place_factors(weight, in_dim=in_dim, out_dim=out_dim, r=R, is_replica_grad_partial=False)
+    assert a.shape == (5 * R, weight.shape[in_dim])
+    assert b.shape == (weight.shape[out_dim], R * 5)
+    assert (a.shard_dim, a.split_factor, a.is_grad_partial) == a_wanted
+    assert (b.shard_dim, b.split_factor, b.is_grad_partial) == b_wanted
+
+
+@pytest.mark.parametrize("tp_size", range(1, 9))
+@pytest.mark.parametrize("split_factor", [1, 2, 3])
+def test_fused_weights_are_cut_each_on_its_own(split_factor, tp_size):
+    size = 7 * split_factor
+    held = [shard_ranges(size, tp_rank, tp_size, split_factor) for tp_rank in range(tp_size)]
+    rows = sorted(row for ranges in held for start, stop in ranges for row in range(start, stop))
+    assert rows == list(range(size))
+    for ranges in held:
+        lengths = {stop - start for start, stop in ranges}
+        assert len(ranges) == split_factor
+        assert len(lengths) == 1  # as much of gate as of up

@@ -12,26 +12,44 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from tplora.errors import ShardError
-from tplora.plan.style import FactorPlan, shard_range
-from tplora.upstream import local_shard
+from tplora.upstream import local_shard, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Factor", "factors_of", "shard_full"]
+    from tplora.plan.style import FactorPlan
+
+__all__ = ["Factor", "delta_like", "factors_of", "shard_full"]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's piece of ``full``, a copy of its own. No communication."""
-    if plan.shard_dim is None:
+    dim = plan.shard_dim
+    if dim is None:
         return full.detach().clone()
-    start, stop = shard_range(full.shape[plan.shard_dim], mesh.get_local_rank(), mesh.size())
-    return full.detach().narrow(plan.shard_dim, start, stop - start).clone()
+    ranges = plan.shard_ranges(mesh.get_local_rank(), mesh.size())
+    pieces = [full.detach().narrow(dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(pieces, dim=dim)
+
+
+def delta_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a delta weight, placed as W is, so that W can take it in."""
+    local = local.detach()
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 class Factor:
@@ -88,8 +106,9 @@ class Factor:
     def _wrap_local(self, local: torch.Tensor, *, is_partial: bool) -> DTensor:
         """``local`` as a DTensor of the full shape: the factor's placement, or a partial sum."""
         assert self.mesh is not None
-        dim = self.plan.shard_dim
-        placement = Partial() if is_partial else Replicate() if dim is None else Shard(dim)
+        placement = (
+            Partial() if is_partial else placement_of(self.plan.shard_dim, self.plan.split_factor)
+        )
         return DTensor.from_local(
             local,
             self.mesh,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor, factors_of
+from tplora.adapter.factor import Factor, delta_like, factors_of
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.upstream import local_shard, transform_output
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.collectives import SharedInput
-    from tplora.plan.build import LayerPlan
+    from tplora.plan.layer import LayerPlan
 
 __all__ = [
     "ColumnParallelLoraLinear",
@@ -106,6 +106,11 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
             dropped = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
             result = result + F.linear(F.linear(dropped, a), b) * self.scaling[name]
         return result.to(dtype)
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """``scaling * B A``, placed as W is; PEFT merges it. No communication."""
+        a, b = (factor.local() for factor in factors_of(self.factors, adapter))
+        return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])
 
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's pieces of W and of the bias."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
 from tplora.errors import ArtifactError
-from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
+from tplora.upstream_keys import peft_file_keys
 
 if TYPE_CHECKING:
-    from tplora.adapter.attach import TploraModel
     from tplora.adapter.factor import Factor
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["load_factors"]
 
@@ -31,10 +31,13 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
         ArtifactError: If the file's tensors are not exactly this adapter's factors, by name.
     """
     path = Path(folder) / "adapter_model.safetensors"
-    factors = {
+    config = model.peft_config[adapter_name]
+    by_key = {
         name.replace(f".{adapter_name}", ""): factor
         for name, factor in model.factors(adapter_name).items()
     }
+    keys = peft_file_keys(model.get_base_model(), config, by_key)
+    factors = {keys[key] or key: factor for key, factor in by_key.items()}
     with safe_open(path, framework="pt") as file:
         wrong = sorted(set(file.keys()) ^ set(factors))
         if wrong:
@@ -46,18 +49,23 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
             _fill(factor, file.get_slice(name), f"{path}: {name}")
 
 
-def _fill(factor: Factor, piece: object, where: str) -> None:
-    shape = tuple(piece.get_shape())  # type: ignore[attr-defined]
+def _fill(factor: Factor, piece: Any, where: str) -> None:
+    shape = tuple(piece.get_shape())
     if shape != factor.plan.shape:
         raise ArtifactError(
             f"{where}: has shape {shape}, this model's factor is {factor.plan.shape}; take the "
             "base the adapter was trained on"
         )
-    ranges = [slice(None), slice(None)]
-    if factor.plan.shard_dim is not None and factor.mesh is not None:
-        dim = factor.plan.shard_dim
-        ranges[dim] = slice(
-            *shard_range(shape[dim], factor.mesh.get_local_rank(), factor.mesh.size())
-        )
     with torch.no_grad():
-        local_shard(factor.parameter).copy_(piece[tuple(ranges)])  # type: ignore[index]
+        local_shard(factor.parameter).copy_(_own_part(factor, piece))
+
+
+def _own_part(factor: Factor, piece: Any) -> torch.Tensor:
+    """This rank's part of a tensor in a file; only its bytes are read."""
+    dim = factor.plan.shard_dim
+    if dim is None or factor.mesh is None:
+        whole: torch.Tensor = piece[:]
+        return whole
+    ranges = factor.plan.shard_ranges(factor.mesh.get_local_rank(), factor.mesh.size())
+    pieces = [piece[start:stop] if dim == 0 else piece[:, start:stop] for start, stop in ranges]
+    return torch.cat(pieces, dim=dim)

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from tplora.errors import ArtifactError
+from tplora.upstream_keys import peft_file_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tplora.adapter.attach import TploraModel
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["gather_factors", "save_adapter"]
 
@@ -112,6 +114,9 @@ def _write(
             selected_adapters=None if adapter_names is None else list(adapter_names),
             save_embedding_layers=False,  # only factors are trained, so only factors are saved
         )
+        for path in Path(aside).rglob("adapter_model.safetensors"):
+            is_first = path.parent == Path(aside)
+            _rename_for_peft(model, "default" if is_first else path.parent.name, path)
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
         mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone
         for path in sorted(files, key=lambda path: path.name == "adapter_config.json"):
@@ -120,6 +125,16 @@ def _write(
             target = folder / path.relative_to(aside)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
+
+
+def _rename_for_peft(model: TploraModel, adapter: str, path: Path) -> None:
+    """Put each factor under the name from which plain PEFT will read it back."""
+    keys = [name.replace(f".{adapter}", "") for name in model.factors(adapter)]
+    found = peft_file_keys(model.get_base_model(), model.peft_config[adapter], keys)
+    new_names = {key: name for key, name in found.items() if name not in (None, key)}
+    if new_names:
+        tensors = {new_names.get(key) or key: tensor for key, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _sync(path: Path) -> None:

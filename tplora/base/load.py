@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
 from tplora.base.mends import mend_loaded, mended_while_loading
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
-from tplora.upstream import auto_class, auto_class_of, tp_mesh
+from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
     from transformers import PreTrainedModel
 
-    from tplora.plan.build import LayerPlan, Plan
+    from tplora.plan.build import Plan
+    from tplora.plan.layer import LayerPlan
+    from tplora.plan.style import TensorPlan
 
 __all__ = ["check_shards", "load_base"]
 
@@ -86,36 +87,32 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
     Raises:
         ShardError: Naming the first weight that is not, what was found and what was planned.
     """
-    modules = dict(model.named_modules())
     for layer in plan.layers:
-        _check_weight(layer, modules[layer.name], plan.tp_size)
+        leaf = layer.name if layer.kind == "parameter" else f"{layer.name}.weight"
+        _check_weight(layer, leaf, model.get_parameter(leaf), plan.tp_size)
 
 
-def _check_weight(layer: LayerPlan, module: nn.Module, tp_size: int) -> None:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    dim = layer.weight.shard_dim
-    if dim is None:
-        found, planned = tuple(weight.shape), layer.weight.shape
-        is_right = found == planned and _is_whole(weight)
-    else:
-        is_cut = isinstance(weight, DTensor) and weight.placements[-1] in (
-            Shard(dim),
-            Shard(dim - 2),
-        )
-        tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
-        planned = layer.weight.shard_shape(tp_rank, tp_size)
-        found = tuple(weight.to_local().shape) if isinstance(weight, DTensor) else weight.shape
-        is_right = is_cut and found == planned
-    if not is_right:
-        raise ShardError(
-            f"{layer.name}.weight: this rank holds {tuple(found)}, the plan says {planned} "
-            f"({'whole' if dim is None else f'cut on dim {dim}'}, style {layer.style}); the "
-            "installed transformers cuts this model differently; report this with `tplora report`"
-        )
-
-
-def _is_whole(weight: torch.Tensor) -> bool:
-    return not isinstance(weight, DTensor) or all(
-        isinstance(placement, Replicate) for placement in weight.placements
+def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: int) -> None:
+    plan = layer.weight
+    tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
+    planned = plan.shard_shape(tp_rank, tp_size)
+    found = tuple(local_shard(weight).shape)
+    if found == planned and _is_cut_as(weight, plan):
+        return
+    raise ShardError(
+        f"{name}: this rank holds {found}, the plan says {planned} "
+        f"({'whole' if plan.shard_dim is None else f'cut on dim {plan.shard_dim}'}, style "
+        f"{layer.style}); the installed transformers cuts this model differently; report this "
+        "with `tplora report`"
     )
+
+
+def _is_cut_as(weight: torch.Tensor, plan: TensorPlan) -> bool:
+    if not isinstance(weight, DTensor):
+        return plan.shard_dim is None
+    found = weight.placements[-1]
+    if plan.shard_dim is None:
+        return bool(found.is_replicate())
+    placement = placement_of(plan.shard_dim, plan.split_factor)
+    from_end = placement_of(plan.shard_dim - weight.ndim, plan.split_factor)
+    return found in (placement, from_end)

@@ -11,37 +11,18 @@ from typing import TYPE_CHECKING
 from tplora.errors import PlanError
 from tplora.plan.architectures import architecture_problem
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
+from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
-from tplora.plan.style import STYLES, FactorPlan, Kind, TensorPlan, place_factors
-from tplora.plan.target import match_targets
+from tplora.plan.parameter import parameter_problem, plan_parameter
+from tplora.plan.style import AROUND_EXPERTS, STYLES
+from tplora.plan.target import Targets, match_targets
 from tplora.upstream import build_meta_model, lora_rank_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["LayerPlan", "Plan", "build_plan", "plan_layers", "plan_model"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPlan:
-    """One adapted module: how W, A and B are cut and what surrounds the product."""
-
-    name: str
-    kind: Kind
-    style: str | None
-    weight: TensorPlan
-    has_bias: bool
-    gathers_output: bool
-    splits_input: bool
-    transforms_output: bool
-    a: FactorPlan
-    b: FactorPlan
-
-    @property
-    def r(self) -> int:
-        """The LoRA rank."""
-        return self.a.shape[0]
+__all__ = ["Plan", "build_plan", "plan_layers", "plan_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +89,10 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
     facts = read_facts(model)
     problems = _model_problems(facts, tp_size)
     try:
-        names = match_targets(model, lora, facts)
+        targets = match_targets(model, lora, facts)
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
-    layers = plan_layers(facts, lora, names, tp_size=tp_size, problems=problems)
+    layers = plan_layers(facts, lora, targets, tp_size=tp_size, problems=problems)
     return Plan(
         class_name=facts.class_name,
         tp_size=tp_size,
@@ -124,71 +105,60 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
 def plan_layers(
     facts: ModelFacts,
     lora: LoraConfig,
-    names: tuple[str, ...],
+    targets: Targets,
     *,
     tp_size: int,
     problems: list[str],
 ) -> tuple[LayerPlan, ...]:
-    """Plan each module of ``names``; raise all of ``problems`` and those found here together."""
+    """Plan each weight of ``targets``; raise all of ``problems`` and those found here together."""
     problems += find_config_problems(lora)
     modules = {module.name: module for module in facts.modules}
+    parameters = {parameter.name: parameter for parameter in facts.parameters}
     layers = []
-    for name in names:
-        module = modules.get(name)
-        problem = _module_problem(module, name, tp_size)
-        if problem is None and module is not None:
-            layers.append(_plan_layer(module, lora_rank_of(lora, name), tp_size))
-        elif problem is not None:
+    for name in targets.modules:
+        problem = _module_problem(modules.get(name), name)
+        if problem is None:
+            layers.append(_plan_module(modules[name], lora_rank_of(lora, name), tp_size))
+        else:
+            problems.append(problem)
+    for name in targets.parameters:
+        problem = parameter_problem(parameters.get(name), name, lora, tp_size)
+        if problem is None:
+            r = lora_rank_of(lora, name)
+            layers.append(plan_parameter(parameters[name], r, tp_size))
+        else:
             problems.append(problem)
     if problems:
         raise PlanError(problems)
     return tuple(layers)
 
 
-def _plan_layer(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
+def _plan_module(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
     kind = module.kind
     assert kind is not None  # _module_problem refused the others
-    style = STYLES[kind][module.style]
-    is_parallel = tp_size > 1
-    weight = TensorPlan(
-        shape=module.weight_shape, shard_dim=style.weight_shard_dim if is_parallel else None
-    )
-    a, b = place_factors(
+    in_dim = 1 if kind == "linear" else 0
+    return plan_weight(
+        module.name,
         kind,
-        weight,
-        r=r,
-        is_replica_grad_partial=is_parallel and style.is_replica_grad_partial,
-    )
-    return LayerPlan(
-        name=module.name,
-        kind=kind,
-        style=module.style,
-        weight=weight,
+        module.style,
+        module.weight_shape,
+        (in_dim, 1 - in_dim),
         has_bias=module.has_bias,
-        gathers_output=is_parallel and style.gathers_output,
-        splits_input=is_parallel and style.splits_input,
-        transforms_output=is_parallel and style.transforms_output,
-        a=a,
-        b=b,
+        r=r,
+        tp_size=tp_size,
     )
 
 
-def _module_problem(module: ModuleFacts | None, name: str, tp_size: int) -> str | None:
+def _module_problem(module: ModuleFacts | None, name: str) -> str | None:
     """Why this module cannot be adapted exactly, or None."""
     where = f"lora.target_modules: {name}"
     if module is None or module.kind is None:
         found = "a module without a 2-D weight" if module is None else f"a {module.type_name}"
         return f"{where} is {found}; only linear layers and embeddings can be adapted; exclude it"
     if module.style not in STYLES[module.kind]:
-        known = ", ".join(sorted(style for style in STYLES[module.kind] if style))
         return (
-            f"{where} has style {module.style!r}, which is not exact with an adapter yet "
-            f"({known} are); add it to lora.exclude_modules"
-        )
-    if tp_size > 1 and not module.has_plain_forward:
-        return (
-            f"{where} is a {module.type_name}, a subclass with a forward of its own; only plain "
-            "nn.Linear and nn.Embedding layers are exact yet; add it to lora.exclude_modules"
+            f"{where} has style {module.style!r}, which is not exact with an adapter "
+            f"({known_styles(module.kind)} are); add it to lora.exclude_modules"
         )
     return None
 
@@ -207,6 +177,7 @@ def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
         ]
     unproven = architecture_problem(facts.model_type)
     problems = [f"{where}: {unproven}; use parallel.tp_size = 1"] if unproven else []
+    problems += _style_problems(facts, where)
     if facts.are_heads_cut and not _divides_heads(facts, tp_size):
         works = [
             size for size in range(1, (facts.num_kv_heads or 1) + 1) if _divides_heads(facts, size)
@@ -222,6 +193,25 @@ def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
             "is not the run at tp_size 1; set attention_dropout = 0 in the model's config.json"
         )
     return problems
+
+
+def _style_problems(facts: ModelFacts, where: str) -> list[str]:
+    """Styles that tplora has not been held to: new ones, or a plan that is not the model's own."""
+    known = {style for styles in STYLES.values() for style in styles} | AROUND_EXPERTS
+    unknown = [(name, style) for name, style in facts.styles if style not in known]
+    if unknown:
+        name, style = unknown[0]
+        return [
+            f"{where}: transformers cuts {name} and {len(unknown) - 1} more by style {style!r}, "
+            "which has not been proven exact; use parallel.tp_size = 1"
+        ]
+    if facts.foreign_styles:
+        name, given = facts.foreign_styles[0]
+        return [
+            f"{where}: {name} has style {given!r}, which is not {facts.class_name}'s own; only "
+            "its own plan is proven exact; load it without tp_plan"
+        ]
+    return []
 
 
 def _divides_heads(facts: ModelFacts, tp_size: int) -> bool:

@@ -12,13 +12,11 @@ from tplora.plan.style import STYLES, Style, TensorPlan
 
 if TYPE_CHECKING:
     from tplora.plan.build import Plan
-    from tplora.plan.facts import ModuleFacts
+    from tplora.plan.facts import ModuleFacts, ParameterFacts
 
 __all__ = ["CollectiveCount", "base_bytes", "count_collectives", "factor_bytes"]
 
-# Styles of weights that are cut though an adapter on them is refused; on which dim does not matter
-# for the number of bytes.
-_OTHER_CUTS = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "embedding_colwise")
+_WHOLE = Style(weight_shard_dim=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +32,24 @@ class CollectiveCount:
 def base_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
     """Bytes of the frozen base's parameters on ``tp_rank``."""
     elements = sum(
-        TensorPlan(shape=shape, shard_dim=_parameter_cut(name, len(shape), style)).shard_numel(
-            tp_rank, plan.tp_size
-        )
-        for name, shape, style in plan.facts.parameter_shapes
+        _tensor_plan(parameter).shard_numel(tp_rank, plan.tp_size)
+        for parameter in plan.facts.parameters
     )
     return elements * bytes_per_element
 
 
-def _parameter_cut(name: str, num_dims: int, style: str | None) -> int | None:
-    """The cut dim of a parameter under the style of its module."""
-    known = STYLES["linear"].get(style) or STYLES["embedding"].get(style)
-    if known is None:
-        return 0 if style in _OTHER_CUTS else None
-    dim = known.weight_shard_dim
-    if dim is None or num_dims == 2:
-        return dim
-    return 0 if dim == 0 and name.endswith("bias") else None  # a row-parallel bias is whole
+def _tensor_plan(parameter: ParameterFacts) -> TensorPlan:
+    """How a parameter is cut by its style."""
+    styles = STYLES["embedding"] if parameter.role == "embedding" else STYLES["parameter"]
+    style = styles.get(parameter.style) or STYLES["linear"].get(parameter.style, _WHOLE)
+    num_dims, dim = len(parameter.shape), style.weight_shard_dim
+    if dim is None or (num_dims == 1 and dim == 1):  # a row-parallel bias is whole
+        return TensorPlan(shape=parameter.shape, shard_dim=None)
+    if num_dims == 1:
+        return TensorPlan(shape=parameter.shape, shard_dim=0)
+    return TensorPlan(
+        shape=parameter.shape, shard_dim=dim + num_dims - 2, split_factor=style.split_factor
+    )
 
 
 def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int:
@@ -97,9 +96,6 @@ def _in_order(modules: tuple[ModuleFacts, ...]) -> list[list[ModuleFacts]]:
         groups.setdefault((parent, ends, module.weight_shape[-1]), []).append(module)
     places = {parent: place for place, (parent, _, _) in reversed(list(enumerate(groups)))}
     return [groups[key] for key in sorted(groups, key=lambda key: (places[key[0]], key[1]))]
-
-
-_WHOLE = Style(weight_shard_dim=None)
 
 
 def _style_of(module: ModuleFacts) -> Style:

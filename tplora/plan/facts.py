@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from tplora.plan.style import Kind
 
-__all__ = ["ModelFacts", "ModuleFacts", "read_facts"]
+__all__ = ["ModelFacts", "ModuleFacts", "ParameterFacts", "Role", "read_facts"]
+
+Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
+"""What a parameter is to a person who chooses what to adapt."""
 
 # A style on one of these cuts attention by heads (their output is not gathered).
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj")
@@ -32,7 +35,36 @@ class ModuleFacts:
     weight_shape: tuple[int, ...]
     has_bias: bool
     has_plain_forward: bool
-    """Whether it computes what torch's own class computes; a subclass may do more."""
+    """Whether it computes what torch's own class computes; a subclass may do more. An embedding may
+    multiply by its ``embed_scale``, which peft knows of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterFacts:
+    """One parameter; tied ones are there once."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str | None
+    """Where it is cut."""
+    module_style: str | None
+    """What surrounds the forward of the module that owns it."""
+    role: Role
+    is_transposed: bool
+    """Whether a stack of expert weights is ``[E, in, out]`` by its module's own word."""
+
+    @property
+    def module_name(self) -> str:
+        """The module that owns it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +74,12 @@ class ModelFacts:
     class_name: str
     model_type: str
     modules: tuple[ModuleFacts, ...]
-    parameter_shapes: tuple[tuple[str, tuple[int, ...], str | None], ...]
-    """Name, full shape and style of every parameter; tied parameters once."""
+    parameters: tuple[ParameterFacts, ...]
     has_tp_plan: bool
+    styles: tuple[tuple[str, str], ...]
+    """Name and style of everything that transformers will cut or wrap."""
+    foreign_styles: tuple[tuple[str, str | None], ...]
+    """Where the plan is not the class's own, but one that somebody gave."""
     num_heads: int | None
     num_kv_heads: int | None
     are_heads_cut: bool
@@ -56,11 +91,15 @@ class ModelFacts:
         """The module called ``name``."""
         return next(module for module in self.modules if module.name == name)
 
+    def with_role(self, role: Role) -> tuple[ParameterFacts, ...]:
+        """Every parameter of that role."""
+        return tuple(parameter for parameter in self.parameters if parameter.role == role)
+
 
 def read_facts(model: PreTrainedModel) -> ModelFacts:
     """Read the facts of a model whose parameters may be on the meta device."""
     config = model.config.get_text_config()
-    styles = expanded_tp_plan(model)
+    styles, own = expanded_tp_plan(model), expanded_tp_plan(model, is_own=True)
     heads = getattr(config, "num_attention_heads", None)
     return ModelFacts(
         class_name=type(model).__name__,
@@ -70,11 +109,14 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
             for name, module in model.named_modules()
             if getattr(getattr(module, "weight", None), "ndim", 0) == 2
         ),
-        parameter_shapes=tuple(
-            (name, tuple(parameter.shape), styles.get(name))
-            for name, parameter in model.named_parameters()
-        ),
+        parameters=_parameters(model, styles),
         has_tp_plan=bool(styles),
+        styles=tuple(styles.items()),
+        foreign_styles=tuple(
+            (name, styles.get(name))
+            for name in sorted({*styles, *own})
+            if styles.get(name) != own.get(name)
+        ),
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         are_heads_cut=any(
@@ -93,7 +135,8 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
     if isinstance(module, nn.Linear):
         kind, has_plain_forward = "linear", type(module).forward is nn.Linear.forward
     elif isinstance(module, nn.Embedding):
-        kind, has_plain_forward = "embedding", type(module).forward is nn.Embedding.forward
+        is_plain = type(module).forward is nn.Embedding.forward
+        kind, has_plain_forward = "embedding", is_plain or hasattr(module, "embed_scale")
     return ModuleFacts(
         name=name,
         type_name=type(module).__name__,
@@ -102,4 +145,49 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         weight_shape=tuple(map(int, module.weight.shape)),  # type: ignore[arg-type]
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
+    )
+
+
+def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[ParameterFacts, ...]:
+    head = model.get_output_embeddings()
+    seen: set[int] = set()
+    found = []
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{module_name}.{leaf}" if module_name else leaf
+            found.append(
+                ParameterFacts(
+                    name=name,
+                    shape=tuple(map(int, parameter.shape)),
+                    style=styles.get(name),
+                    module_style=styles.get(module_name),
+                    role="head" if module is head else _role(module_name, module, leaf, parameter),
+                    is_transposed=bool(getattr(module, "is_transposed", False)),
+                )
+            )
+    return tuple(found)
+
+
+def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
+    last = module_name.rpartition(".")[2]
+    if parameter.ndim == 3:
+        is_stack = "experts" in last and not isinstance(module, nn.Conv1d)
+        return "experts" if is_stack else "other"
+    if parameter.ndim != 2 or leaf != "weight":
+        return "other"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if _is_router(last, module):
+        return "router"
+    return "linear" if isinstance(module, nn.Linear) else "other"
+
+
+def _is_router(last: str, module: nn.Module) -> bool:
+    """Whether a module chooses experts: a class of its own, whose forward returns the choice."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return not is_plain and (
+        last in ("gate", "router") or "router" in type(module).__name__.lower()
     )

@@ -15,7 +15,8 @@ from tplora.plan.cost import base_bytes, count_collectives, factor_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tplora.plan.build import LayerPlan, Plan
+    from tplora.plan.build import Plan
+    from tplora.plan.layer import LayerPlan
     from tplora.plan.style import TensorPlan
 
 __all__ = ["plan_text", "render_plan"]
@@ -99,7 +100,7 @@ def _shape(tensor: TensorPlan, tp_size: int) -> str:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     count = count_collectives(plan)
-    total = sum(_numel(shape) for _, shape, _ in plan.facts.parameter_shapes)
+    total = sum(parameter.numel for parameter in plan.facts.parameters)
     base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
     factors = factor_bytes(plan, 0)
     rows = [
@@ -123,13 +124,6 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return rows
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _size(num_bytes: float) -> str:

@@ -6,15 +6,17 @@
     vocab (embedding)  cut on vocab  replicated    shard / partial
     nothing            replicated    replicated    full / full
 
-The factor that owns W's cut dimension is cut with it; the other one is replicated, and because it
-is fed or read by shards its gradient on one rank is only a part of the sum. The cut follows from W,
-not from the name of the style, which only says where W is cut and what surrounds the product.
+The factor that owns W's cut dimension is cut with it, in as many chunks as W is; the other one is
+replicated, and because it is fed or read by shards its gradient on one rank is only a part of the
+sum. The cut follows from W, not from the name of the style, which only says where W is cut and what
+surrounds the product. Stacked expert weights ``[E, out, in]`` follow the same table.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "AROUND_EXPERTS",
     "STYLES",
     "FactorPlan",
     "Kind",
@@ -22,9 +24,10 @@ __all__ = [
     "TensorPlan",
     "place_factors",
     "shard_range",
+    "shard_ranges",
 ]
 
-Kind = Literal["linear", "embedding"]
+Kind = Literal["linear", "embedding", "parameter"]
 
 
 def shard_range(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -38,19 +41,42 @@ def shard_range(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     return start, min(start + piece, size)
 
 
+def shard_ranges(
+    size: int, tp_rank: int, tp_size: int, split_factor: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """What ``tp_rank`` owns of a dimension that holds ``split_factor`` fused weights in a row.
+
+    Each of the chunks, such as gate and up of gate_up_proj, is cut by ``shard_range`` on its own;
+    this is ``_StridedShard`` of DTensor.
+    """
+    chunk = -(-size // split_factor)
+    ranges = []
+    for first in range(0, size, chunk):
+        start, stop = shard_range(min(chunk, size - first), tp_rank, tp_size)
+        ranges.append((first + start, first + stop))
+    return tuple(ranges)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
     """A full tensor and how it is cut: on one dim, or not at all."""
 
     shape: tuple[int, ...]
     shard_dim: int | None
+    split_factor: int = 1
+    """How many fused weights lie along the cut dim, each of them cut on its own."""
+
+    def shard_ranges(self, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+        """What ``tp_rank`` holds of the cut dim; the tensor has to be cut."""
+        assert self.shard_dim is not None
+        return shard_ranges(self.shape[self.shard_dim], tp_rank, tp_size, self.split_factor)
 
     def shard_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
         """The shape of the piece that ``tp_rank`` holds."""
         if self.shard_dim is None:
             return self.shape
-        start, stop = shard_range(self.shape[self.shard_dim], tp_rank, tp_size)
-        return (*self.shape[: self.shard_dim], stop - start, *self.shape[self.shard_dim + 1 :])
+        held = sum(stop - start for start, stop in self.shard_ranges(tp_rank, tp_size))
+        return (*self.shape[: self.shard_dim], held, *self.shape[self.shard_dim + 1 :])
 
     @property
     def numel(self) -> int:
@@ -78,7 +104,10 @@ class Style:
     """What a style of transformers does to a module that can be adapted."""
 
     weight_shard_dim: int | None
-    """The dim of W that is cut: 0 is out (or vocab), 1 is in; None for a whole W."""
+    """The dim of W that is cut: 0 is out (or vocab), 1 is in; None for a whole W. A stack of expert
+    weights has its expert dim before these two."""
+    split_factor: int = 1
+    """How many fused weights lie along the cut dim."""
     gathers_output: bool = False
     """Whether the cut output is all-gathered before it leaves the module."""
     splits_input: bool = False
@@ -108,42 +137,63 @@ STYLES: dict[Kind, dict[str | None, Style]] = {
     },
     "embedding": {
         "embedding_rowwise": Style(weight_shard_dim=0),
+        "embedding_colwise": Style(weight_shard_dim=1, gathers_output=True),
+        "replicate": Style(weight_shard_dim=None),
+        None: Style(weight_shard_dim=None),
+    },
+    "parameter": {
+        "colwise": Style(weight_shard_dim=0),
+        "colwise_gather_output": Style(weight_shard_dim=0, gathers_output=True),
+        "colwise_rep": Style(weight_shard_dim=0, gathers_output=True),
+        "packed_colwise": Style(weight_shard_dim=0, split_factor=2),
+        "rowwise": Style(weight_shard_dim=1),
+        "packed_rowwise": Style(weight_shard_dim=1, split_factor=2),
         "replicate": Style(weight_shard_dim=None),
         None: Style(weight_shard_dim=None),
     },
 }
 
+AROUND_EXPERTS = frozenset(["all_reduce", "local_params", "moe_identity_expert", "moe_tp_experts"])
+"""Styles of modules that compute with their own cut parameters; those say where they are cut."""
+
 
 def place_factors(
-    kind: Kind, weight: TensorPlan, *, r: int, is_replica_grad_partial: bool
+    weight: TensorPlan,
+    *,
+    in_dim: int,
+    out_dim: int,
+    r: int,
+    is_replica_grad_partial: bool,
 ) -> tuple[FactorPlan, FactorPlan]:
     """Placements of A and B from the placement of W.
 
     Args:
-        kind: A linear's W is ``[out, in]``; an embedding's is ``[vocab, hidden]``, where vocab is
-            the input.
-        weight: The full shape of W and its cut.
+        weight: The full shape of W and its cut. A stack of E matrices has three dims.
+        in_dim: The dim of W that A shares: 1 of a linear's ``[out, in]``, 0 of an embedding's
+            ``[vocab, hidden]``.
+        out_dim: The dim of W that B shares.
         r: The LoRA rank.
         is_replica_grad_partial: For a whole W: whether it works on sharded activations.
 
     Returns:
-        A ``[r, in]`` and B ``[out, r]``.
+        A ``[E * r, in]`` and B ``[out, r * E]``, where E is 1 for a single matrix.
     """
-    in_dim = 1 if kind == "linear" else 0
-    out_dim = 1 - in_dim
+    num_columns = r * (weight.shape[0] if len(weight.shape) == 3 else 1)
     is_cut = weight.shard_dim is not None
     owns_a = is_cut and weight.shard_dim == in_dim
     owns_b = is_cut and weight.shard_dim == out_dim
     is_replica_partial = is_cut or is_replica_grad_partial
     return (
         FactorPlan(
-            shape=(r, weight.shape[in_dim]),
+            shape=(num_columns, weight.shape[in_dim]),
             shard_dim=1 if owns_a else None,
+            split_factor=weight.split_factor if owns_a else 1,
             is_grad_partial=is_replica_partial and not owns_a,
         ),
         FactorPlan(
-            shape=(weight.shape[out_dim], r),
+            shape=(weight.shape[out_dim], num_columns),
             shard_dim=0 if owns_b else None,
+            split_factor=weight.split_factor if owns_b else 1,
             is_grad_partial=is_replica_partial and not owns_b,
         ),
     )

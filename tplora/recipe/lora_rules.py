@@ -8,9 +8,9 @@ from tplora.recipe.wording import Places, say_problem
 __all__ = ["SUPPORTED", "find_lora_problems", "say_value"]
 
 SUPPORTED = (
-    "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "bias", "use_rslora",
-    "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights",
-    "task_type",
+    "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules", "lora_dropout",
+    "bias", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
+    "init_lora_weights", "task_type",
 )  # fmt: skip
 
 _ONLY: Mapping[str, tuple[object, ...]] = {

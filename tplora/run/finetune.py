@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, PrinterCallback
 from trl import SFTConfig
 
-from tplora.adapter.attach import TploraModel, attach_adapter
+from tplora.adapter.attach import attach_adapter
 from tplora.adapter.save import save_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from tplora.adapter.model import TploraModel
     from tplora.plan.build import Plan
     from tplora.recipe.schema import ModelTable, Recipe
     from tplora.train.data import TokenizedRows

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from tplora.adapter.attach import TploraModel
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["check_finite", "check_same_batch", "check_same_replicas", "fingerprint"]
 

@@ -11,7 +11,7 @@ from tplora.upstream import CpuParallelismConfig, tp_mesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tplora.adapter.attach import TploraModel
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["parallelism_config"]
 

@@ -19,7 +19,7 @@ from tplora.upstream import trl_without_head_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tplora.adapter.attach import TploraModel
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["TploraSFTTrainer"]
 

@@ -1,0 +1,172 @@
+"""PEFT's model with factors that are cut like their layers; everything PEFT's users know works."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModelForCausalLM
+
+from tplora.adapter.card import card_text
+from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.dropout import ForwardSeed
+from tplora.adapter.gradients import GradientSync
+from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
+from tplora.adapter.save import save_adapter
+from tplora.collectives import SharedInput
+from tplora.errors import PlanError
+from tplora.plan.build import Plan, plan_layers
+from tplora.plan.target import Targets, match_targets
+from tplora.upstream import tp_mesh
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from tplora.adapter.factor import Factor
+    from tplora.plan.facts import ModelFacts
+    from tplora.plan.layer import LayerPlan
+
+__all__ = ["TploraModel"]
+
+
+class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
+    """PEFT's model for causal language modelling, with factors cut like their layers.
+
+    Everything PEFT's users know works on it. Build it with ``attach_adapter``.
+
+    Args:
+        model: A base loaded with ``load_base``; edited in place.
+        config: PEFT's config, used as it is.
+        plan: The plan that was made for both.
+        seed: Where the factors and the dropout masks come from.
+        data_rank: This tp group's place on the data axes.
+        kwargs: What PEFT's own constructor takes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LoraConfig,
+        *,
+        plan: Plan,
+        seed: int,
+        data_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        mesh = tp_mesh(model)
+        shared_input = SharedInput(None if mesh is None else mesh.get_group())
+        in_file = file_config(config, plan.layers, model)
+        config = attach_config(config, plan.layers)
+        with building_layers(model, config, plan.layers, mesh, shared_input, seed):
+            super().__init__(model, config, **kwargs)
+        self.peft_config["default"] = in_file
+        self.plan, self.mesh, self.seed = plan, mesh, seed
+        self.card_facts: dict[str, str] = {}
+        self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
+        self._shared_input = shared_input
+        self._take_factors("default", plan.layers)
+        self._watch_root(ForwardSeed(seed, data_rank))
+
+    def _take_factors(self, adapter_name: str, layers: tuple[LayerPlan, ...]) -> None:
+        """Cut what PEFT has just built, and reduce its gradients from now on."""
+        for factor in cut_factors(self.get_base_model(), adapter_name, layers):
+            if self.sync is not None:
+                self.sync.add(factor)
+
+    def add_adapter(self, adapter_name: str, peft_config: LoraConfig, **kwargs: Any) -> None:
+        """PEFT's ``add_adapter``, with factors that are cut like their layers.
+
+        Drawn from the model's seed and the adapter's name, so that no two adapters start alike.
+
+        Raises:
+            PlanError: A target that cannot be exact, by name.
+        """
+        base, facts = self.get_base_model(), self.plan.facts
+        targets = _without_adapter_parts(match_targets(base, peft_config, facts), facts)
+        layers = plan_layers(facts, peft_config, targets, tp_size=self.plan.tp_size, problems=[])
+        seed = self.seed + zlib.crc32(adapter_name.encode())
+        in_file = file_config(peft_config, layers, base)
+        config = attach_config(peft_config, layers)
+        with building_layers(base, config, layers, self.mesh, self._shared_input, seed):
+            super().add_adapter(adapter_name, config, **kwargs)
+        self.peft_config[adapter_name] = in_file
+        self._take_factors(adapter_name, layers)
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: PEFT would combine this rank's pieces with full tensors.
+
+        Raises:
+            PlanError: Always.
+        """
+        raise PlanError(
+            [
+                "add_weighted_adapter: cannot be done on factors that are cut; save the adapters, "
+                "combine them with plain PEFT in one process, and load_adapter the result"
+            ]
+        )
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used."""
+        names = list(self.factors(adapter_name))
+        super().delete_adapter(adapter_name)
+        if self.sync is not None:
+            self.sync.remove(names)
+        for module in self.modules():
+            if isinstance(module, ADAPTED):
+                module.factors.pop(adapter_name, None)
+
+    def _watch_root(self, forward_seed: ForwardSeed) -> None:
+        """Hook the PEFT wrapper and the base: callers may enter through either."""
+        self.forward_seed = forward_seed
+        self.base_model.register_forward_pre_hook(forward_seed.enter)
+        self.base_model.register_forward_hook(forward_seed.leave, always_call=True)
+        if self.sync is not None:
+            self.base_model.register_forward_hook(self.sync.watch_outputs)
+            self.get_base_model().register_forward_hook(self.sync.watch_outputs)
+
+    def factors(self, adapter_name: str = "default") -> dict[str, Factor]:
+        """Every factor of one adapter by its parameter's name, sorted."""
+        found = {
+            factor.name: factor
+            for module in self.modules()
+            if isinstance(module, ADAPTED)
+            for factor in module.factors.get(adapter_name, ())
+        }
+        return dict(sorted(found.items()))
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """Tplora's own card, in the place where PEFT would write one of blanks."""
+        text = card_text(self.peft_config["default"], self.card_facts)
+        (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """A normal PEFT folder; see ``save_adapter``. Collective: every rank calls it."""
+        if not safe_serialization:
+            raise PlanError(
+                ["save_pretrained: safe_serialization=False; only safetensors are written"]
+            )
+        kwargs.pop("state_dict", None)
+        save_adapter(
+            self,
+            save_directory,
+            adapter_names=selected_adapters,
+            is_writer=is_main_process,
+        )
+
+
+def _without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:
+    """Only what the base itself has: lora_A and lora_B of other adapters are linears as well."""
+    known = {module.name for module in facts.modules}
+    return Targets(
+        modules=tuple(name for name in targets.modules if name in known),
+        parameters=targets.parameters,
+    )
