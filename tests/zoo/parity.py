@@ -1,6 +1,11 @@
-"""One architecture held to plain PEFT in one process, from base to merged model; runs in a rank."""
+"""One architecture held to plain PEFT in one process, from base to merged model; runs in a rank.
+
+Every rank computes the truth for itself, from the same checkpoint, and compares with it what the
+ranks compute together.
+"""
 
 import copy
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -13,155 +18,175 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.zoo.build import VOCAB
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.config import file_config
+from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.factor import shard_full
 from tplora.base.load import check_shards, load_base
 from tplora.plan.build import build_plan
 from tplora.plan.facts import read_facts
 from tplora.upstream import build_meta_model, local_shard, peft_refusal
+from tplora.upstream_keys import peft_file_keys
 
 OPTIONS = {"dtype": torch.float64, "experts_implementation": "eager"}
-NUM_STEPS = 3
 
 
 def everything(config) -> LoraConfig:
-    """LoRA on every linear, embedding, head, router and stack of experts."""
+    """LoRA on every linear, embedding, head, router and stack of experts that PEFT can adapt."""
     model = build_meta_model(copy.deepcopy(config), trust_remote_code=False)
     facts = read_facts(model)
-    probe = LoraConfig(target_modules=["x"])
-    modules = {
-        p.module_name for role in ("linear", "head", "embedding") for p in facts.with_role(role)
-    }
-    modules |= {
-        m.name
-        for m in facts.modules
-        if m.kind and model.get_submodule(m.name) is model.get_output_embeddings()
-    }
-    parameters = [p.name for role in ("experts", "router") for p in facts.with_role(role)]
-    modules -= {name for name in modules if name.endswith("sconv.weight_proj")}  # peft cannot read
+    head = model.get_output_embeddings()  # of a tied model, not among its parameters
+    modules = {m.name for m in facts.modules if m.kind or model.get_submodule(m.name) is head}
+    lora = LoraConfig(target_modules=["x"])
+    keys = {name: f"base_model.model.{name}.lora_A.weight" for name in modules}
+    readable = peft_file_keys(model, lora, keys.values())
+    fit = {n for n in modules if readable[keys[n]] and peft_refusal(lora, model, n) is None}
+    stacks = [p.name for role in ("experts", "router") for p in facts.with_role(role)]
     return LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=sorted(n for n in modules if peft_refusal(probe, model, n) is None),
-        target_parameters=sorted(parameters) or None,
+        target_modules=sorted(fit),
+        target_parameters=sorted(stacks) or None,
         task_type="CAUSAL_LM",
     )
 
 
-def batches():
-    """A whole batch, one with padding on the right, one of odd sizes."""
+def batches(vocab: int = VOCAB) -> list[dict[str, torch.Tensor | None]]:
+    """A whole batch, one with padding, one of odd sizes."""
     draw = torch.Generator().manual_seed(3)
-    for rows, length in ((4, 16), (4, 16), (3, 15)):
-        ids = torch.randint(3, VOCAB, (rows, length), generator=draw)
+    found = []
+    for rows, length, is_padded in ((4, 16, False), (4, 16, True), (3, 15, False)):
+        ids = torch.randint(3, vocab, (rows, length), generator=draw)
         mask = torch.ones_like(ids)
-        if len({rows, length}) and (rows, length) == (4, 16):
-            pass
-        yield ids, mask
-
-
-def step_batches():
-    draw = torch.Generator().manual_seed(3)
-    out = []
-    for k, (rows, length) in enumerate(((4, 16), (4, 16), (3, 15))):
-        ids = torch.randint(3, VOCAB, (rows, length), generator=draw)
-        mask = torch.ones_like(ids)
-        if k == 1:
-            mask[1, 11:] = 0
-            mask[3, 9:] = 0
+        if is_padded:  # shorter than a sliding window: a query with nothing to see is NaN
+            mask[1, 11:] = mask[3, 9:] = 0
         labels = ids.masked_fill(mask == 0, -100)
-        out.append({"input_ids": ids, "attention_mask": mask if k else None, "labels": labels})
-    return out
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return found
 
 
-def full(t):
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+class Pair:
+    """The model on tp_size ranks, the truth in this process, and how far they were apart."""
 
+    def __init__(self, path: str, tp_size: int, lora: LoraConfig) -> None:
+        self.path, self.worst = path, {}
+        config = AutoConfig.from_pretrained(path)
+        plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size)
+        base = load_base(path, tp_size=tp_size, **OPTIONS)
+        check_shards(base, plan)
+        self.model = attach_adapter(base, copy.deepcopy(lora), plan=plan)
+        plain = self._plain()
+        self.truth = get_peft_model(plain, file_config(lora, plan.layers, plain))
+        seed = ForwardSeed(self.model.seed)  # for routers that draw in training
+        self.truth.base_model.register_forward_pre_hook(seed.enter)
+        self.truth.base_model.register_forward_hook(seed.leave, always_call=True)
+        self.factors = self.model.factors()
+        self.parameters = {n: p for n, p in self.truth.named_parameters() if p.requires_grad}
+        assert set(self.factors) == set(self.parameters)
 
-def rel(a, b, floor=0.0):
-    return float((a - b).norm()) / max(float(b.norm()), floor, 1e-300)
+    def _plain(self):
+        return AutoModelForCausalLM.from_pretrained(self.path, **OPTIONS)
 
+    def note(self, kind: str, found, wanted, what: str = "", floor: float = 0.0) -> None:
+        """Keep the largest relative difference of each kind."""
+        scale = max(float(wanted.norm()), floor, 1e-300)
+        error = float((found - wanted).norm()) / scale
+        if not error <= self.worst.get(kind, (-1.0,))[0]:  # NaN is the worst
+            self.worst[kind] = (error, what)
 
-def logits_of(model, batch):
-    with torch.no_grad():
-        return full(
-            model(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                use_cache=False,
-            ).logits
-        )
+    def draw_factors(self) -> None:
+        """The same random values in both: with B at zero a first step proves little."""
+        draw = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, factor in self.factors.items():
+                full = self.parameters[name].normal_(std=0.1, generator=draw)
+                local_shard(factor.parameter).copy_(shard_full(full, factor.plan, factor.mesh))
 
+    def train(self, data) -> None:
+        """One AdamW step per batch."""
+        self.model.train(), self.truth.train()
+        ours = [self.factors[name].parameter for name in self.factors]
+        theirs = [self.parameters[name] for name in self.factors]
+        sides = [
+            (one, torch.optim.AdamW(p, lr=1e-3))
+            for one, p in ((self.model, ours), (self.truth, theirs))
+        ]
+        for step, batch in enumerate(data):
+            losses = []
+            for one, optimizer in sides:
+                optimizer.zero_grad()
+                losses.append(one(**batch, use_cache=False).loss)
+                losses[-1].backward()
+            self.note("loss", _full(losses[0]), losses[1].detach(), f"step {step}")
+            self._compare_gradients(step)
+            for _, optimizer in sides:
+                optimizer.step()
+        for name, factor in self.factors.items():
+            self.note("factor", _full(factor.parameter), self.parameters[name].detach(), name)
 
-def run(path, tp_size=2, lora=None):
-    """Every deviation, the largest of its kind."""
-    worst = {}
-
-    def note(kind, value, what=""):
-        if value >= worst.get(kind, (-1.0, ""))[0]:
-            worst[kind] = (value, what)
-
-    config = AutoConfig.from_pretrained(path)
-    lora = lora or everything(config)
-    plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size)
-    base = load_base(path, tp_size=tp_size, **OPTIONS)
-    check_shards(base, plan)
-    model = attach_adapter(base, copy.deepcopy(lora), plan=plan).train()
-    plain = AutoModelForCausalLM.from_pretrained(path, **OPTIONS)
-    truth = get_peft_model(plain, file_config(lora, plan.layers, plain)).train()
-    factors, parameters = model.factors(), dict(truth.named_parameters())
-    assert set(factors) == {n for n, p in parameters.items() if p.requires_grad}
-    data = step_batches()
-    draw = torch.Generator().manual_seed(5)
-    with model.disable_adapter(), truth.disable_adapter():
-        note("base", rel(logits_of(model.eval(), data[1]), logits_of(truth.eval(), data[1])))
-    model.train(), truth.train()
-    with torch.no_grad():
-        for name, factor in factors.items():
-            parameters[name].normal_(std=0.1, generator=draw)
-            local_shard(factor.parameter).copy_(
-                shard_full(parameters[name], factor.plan, factor.mesh)
-            )
-    optimizers = [
-        torch.optim.AdamW([f.parameter for f in factors.values()], lr=1e-3),
-        torch.optim.AdamW([parameters[n] for n in factors], lr=1e-3),
-    ]
-    for step, batch in enumerate(data):
-        losses = []
-        for one, optimizer in zip((model, truth), optimizers, strict=True):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            losses.append(one(**batch, use_cache=False).loss)
-            losses[-1].backward()
-        note(
-            "loss", abs(losses[0].item() - losses[1].item()) / abs(losses[1].item()), f"step {step}"
-        )
-        largest = max(float(p.grad.norm()) for p in parameters.values() if p.grad is not None)
-        num = 0
-        for name, factor in factors.items():
-            here, there = factor.parameter.grad, parameters[name].grad
+    def _compare_gradients(self, step: int) -> None:
+        largest = max(float(p.grad.norm()) for p in self.parameters.values() if p.grad is not None)
+        assert largest > 0, "no gradient at all"
+        num_compared = 0
+        for name, factor in self.factors.items():
+            here, there = factor.parameter.grad, self.parameters[name].grad
             if here is None and there is None:
-                continue
-            num += 1
-            zero = torch.zeros_like(parameters[name])
-            here = zero if here is None else full(here)
+                continue  # a layer whose output this model drops
+            zero = torch.zeros_like(self.parameters[name])
+            here = zero if here is None else _full(here)
             there = zero if there is None else there
-            note(f"grad{step}", rel(here, there, 1e-7 * largest), name)
-        note("missing", 1 - num / len(factors))
-        for optimizer in optimizers:
-            optimizer.step()
-    for name, factor in factors.items():
-        note("param", rel(full(factor.parameter), parameters[name]), name)
-    model.eval(), truth.eval()
-    live = logits_of(model, data[1])
-    note("live", rel(live, logits_of(truth, data[1])))
-    holder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(holder, src=0)
-    folder = Path(holder[0])
-    model.save_pretrained(folder)
-    again = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(path, **OPTIONS), folder
-    ).eval()
-    note("reloaded", rel(logits_of(again, data[1]), live))
-    merged = again.merge_and_unload()
-    model.merge_adapter()
-    note("merged", rel(logits_of(model, data[1]), logits_of(merged, data[1])))
-    return worst
+            self.note(
+                "gradient" if step == 0 else "later gradient",
+                here,
+                there,
+                f"step {step} of {name}",
+                1e-7 * largest,
+            )
+            num_compared += 1
+        assert num_compared > len(self.factors) / 5
+
+    def compare_base(self, batch) -> None:
+        """Without the adapter."""
+        self.model.eval(), self.truth.eval()
+        with self.model.disable_adapter(), self.truth.disable_adapter():
+            self.note("base", _logits(self.model, batch), _logits(self.truth, batch))
+
+    def compare_file(self, batch) -> None:
+        """What was trained, the saved adapter in plain PEFT, and both of them merged."""
+        self.model.eval(), self.truth.eval()
+        live = _logits(self.model, batch)
+        self.note("trained", live, _logits(self.truth, batch))
+        folder = _shared_folder()
+        self.model.save_pretrained(folder)
+        again = PeftModel.from_pretrained(self._plain(), folder).eval()
+        self.note("reloaded", _logits(again, batch), live)
+        merged = again.merge_and_unload()
+        self.model.merge_adapter()
+        self.note("merged", _logits(self.model, batch), _logits(merged, batch))
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def deviations(path: str, tp_size: int, vocab: int = VOCAB) -> dict[str, tuple[float, str]]:
+    """The largest relative difference of each kind, and where it was."""
+    pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)))
+    data = batches(vocab)
+    pair.compare_base(data[1])
+    pair.draw_factors()
+    pair.train(data)
+    pair.compare_file(data[1])
+    return pair.worst
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _logits(model, batch) -> torch.Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        return _full(model(**inputs, use_cache=False).logits)
+
+
+def _shared_folder() -> Path:
+    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    return Path(told[0])

@@ -102,7 +102,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
     @property
     def _is_cut_linear(self) -> bool:
         """Whether the style around a linear would hand DTensors to a forward that has our W."""
-        return self.plan.weight.shard_dim is not None and self.plan.num_matrices == 1
+        return self.plan.weight.shard_dim is not None and len(self.plan.weight.shape) == 2
 
     def _cut_linear(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A subclass of ``nn.Linear``, cut on out, whose forward does more than multiply."""

@@ -1,16 +1,23 @@
-"""What of a ``LoraConfig`` object is exact: the recipe's rules, for who comes with the class."""
+"""From a recipe's table to a ``LoraConfig``; what of one is exact, for who comes with the class."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tplora.errors import PlanError
+from tplora.plan.facts import read_facts
+from tplora.plan.target import expert_names
 from tplora.recipe.lora_rules import say_value
+from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from collections.abc import Mapping
 
-__all__ = ["find_config_problems"]
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
+
+__all__ = ["build_lora_config", "expert_parameters", "find_config_problems"]
 
 # What an adapter is and where it comes from, not what it computes.
 _NOT_OPTIONS = {
@@ -21,6 +28,42 @@ _NOT_OPTIONS = {
     "peft_version",
     "revision",
 }
+
+
+def expert_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+    """What ``LoraConfig(target_parameters=...)`` takes to adapt every expert of a model.
+
+    Args:
+        config: The model's transformers config; no weight is read.
+        trust_remote_code: Whether the architecture may come from the model's own code.
+
+    Raises:
+        PlanError: If the model has no expert weights.
+    """
+    facts = read_facts(build_meta_model(config, trust_remote_code=trust_remote_code))
+    names = list(expert_names(facts))
+    if not names:
+        raise PlanError(
+            [f"lora.experts = true: {facts.class_name} has no expert weights; leave it out"]
+        )
+    return names
+
+
+def build_lora_config(
+    lora: Mapping[str, Any], config: PretrainedConfig, *, trust_remote_code: bool = False
+) -> LoraConfig:
+    """The ``LoraConfig`` of a recipe's ``[lora]`` table; ``experts = true`` names the experts.
+
+    Raises:
+        PlanError: If experts are asked for and the model has none.
+    """
+    from peft import LoraConfig  # noqa: PLC0415  (slow; the plan of a config needs it only here)
+
+    fields = {key: value for key, value in lora.items() if key != "experts"}
+    if lora.get("experts"):
+        names = expert_parameters(config, trust_remote_code=trust_remote_code)
+        fields["target_parameters"] = sorted({*names, *fields.get("target_parameters", ())})
+    return LoraConfig(**fields)
 
 
 def find_config_problems(config: LoraConfig) -> list[str]:

@@ -79,7 +79,8 @@ def _by_kind(names: Iterable[str], matched: Iterable[str], facts: ModelFacts) ->
     """Plain layers are adapted as modules and all else by its weight, however it was named."""
     plain = {module.name for module in facts.modules if module.has_plain_forward}
     special = {p.name for p in facts.parameters if p.role != "other"}
-    modules, parameters = [], []
+    modules: list[str] = []
+    parameters: list[str] = []
     for name in names:
         is_special = f"{name}.weight" in special and name not in plain
         (parameters if is_special else modules).append(f"{name}.weight" if is_special else name)

@@ -10,7 +10,7 @@ __all__ = ["SUPPORTED", "find_lora_problems", "say_value"]
 SUPPORTED = (
     "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules", "lora_dropout",
     "bias", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
-    "init_lora_weights", "task_type",
+    "init_lora_weights", "task_type", "experts",
 )  # fmt: skip
 
 _ONLY: Mapping[str, tuple[object, ...]] = {
@@ -35,9 +35,14 @@ def find_lora_problems(
         message = say_value(key, value, defaults)
         if message:
             yield say_problem(["lora", key], message, places=places, value=value)
-    if "target_modules" not in given:
+    if not {"target_modules", "target_parameters", "experts"} & set(given):
         need = 'missing; name modules, or "all-linear" for every linear layer but the head'
         yield say_problem(["lora", "target_modules"], need, places=places)
+    if lora.get("lora_dropout") and (lora.get("experts") or lora.get("target_parameters")):
+        need = "needs to be 0 where parameters such as experts are adapted; peft has none there"
+        yield say_problem(
+            ["lora", "lora_dropout"], need, places=places, value=lora["lora_dropout"]
+        )
     yield from _list_problems(lora, places)
 
 

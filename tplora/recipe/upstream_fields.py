@@ -37,11 +37,14 @@ class UpstreamField:
         return say_type(self.hint) if names and value not in names else None
 
 
+_OURS = {"experts": UpstreamField(hint=bool, default=False)}
+
+
 def lora_fields() -> Mapping[str, UpstreamField]:
-    """The fields of peft's ``LoraConfig``."""
+    """The fields of peft's ``LoraConfig``, and ours."""
     from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
 
-    return _fields(LoraConfig)
+    return {**_fields(LoraConfig), **_OURS}
 
 
 def train_fields() -> Mapping[str, UpstreamField]:
@@ -60,7 +63,8 @@ def check_lora_config(lora: Mapping[str, Any]) -> None:
     """
     from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
 
-    LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
+    theirs = {key: value for key, value in lora.items() if key not in _OURS}
+    LoraConfig(**{"task_type": "CAUSAL_LM", **theirs})
 
 
 @cache

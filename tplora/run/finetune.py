@@ -11,7 +11,6 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig
 from rich.console import Console
 from transformers import AutoTokenizer, PrinterCallback
 from trl import SFTConfig
@@ -26,6 +25,7 @@ from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
+from tplora.plan.lora import build_lora_config
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
@@ -163,7 +163,8 @@ def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device)
         source.path, tp_size=plan.tp_size, device=device, **_loading(recipe.model, source)
     )
     check_shards(base, plan)
-    lora = LoraConfig(**recipe.lora)
+    trust = recipe.model.trust_remote_code
+    lora = build_lora_config(recipe.lora, base.config, trust_remote_code=trust)
     lora.base_model_name_or_path = source.name
     lora.revision = None if source.is_local else recipe.model.revision
     return attach_adapter(base, lora, seed=recipe.train.get("seed", SFTConfig.seed), plan=plan)

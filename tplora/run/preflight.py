@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
 from trl import SFTConfig
 
 from tplora.base.source import resolve_model
 from tplora.plan.build import Plan, build_plan
+from tplora.plan.lora import build_lora_config
 from tplora.recipe.schema import Recipe
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
@@ -36,7 +36,7 @@ def plan_recipe(
     source = resolve_model(recipe.model, recipe_folder=recipe.path.parent, progress=progress)
     trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
-    lora = LoraConfig(**recipe.lora)
+    lora = build_lora_config(recipe.lora, config, trust_remote_code=trust)
     return build_plan(
         config, lora, tp_size=tp_size, dtype=recipe.model.dtype, trust_remote_code=trust
     )
