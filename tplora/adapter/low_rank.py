@@ -43,6 +43,7 @@ class LowRankSum:
 
     def __init__(self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         self.weight, self.left, self.right = weight, left, right
+        self._experts: list[LowRankSum] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Facts about W, such as its shape and dtype; nothing that would compute with it."""
@@ -71,9 +72,23 @@ class LowRankSum:
 
     def __getitem__(self, index: Any) -> LowRankSum:
         """One expert, or one per entry of ``index``."""
-        if self.weight.ndim < 3 or isinstance(index, tuple):
+        is_table = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 1
+        if self.weight.ndim < 3 or is_table or isinstance(index, (tuple, bool)):
             raise NotImplementedError(f"an adapted weight cannot be indexed by {index!r}")
+        if isinstance(index, int) or (isinstance(index, torch.Tensor) and index.ndim == 0):
+            return self._expert(int(index))
         return self._each(lambda one: one[index])
+
+    def _expert(self, k: int) -> LowRankSum:
+        """One of all, taken apart at once: the gradients of ``left[k]`` would each be of all."""
+        if self._experts is None:
+            stacks = (self.weight, self.left, self.right)
+            parts = zip(*(stack.unbind() for stack in stacks), strict=True)
+            self._experts = [LowRankSum(*part) for part in parts]
+        return self._experts[k]
+
+    def __len__(self) -> int:
+        return len(self.weight)
 
     def transpose(self, dim0: int, dim1: int) -> LowRankSum:
         """``(W + L R)^T = W^T + R^T L^T``, of the last two dims only."""
@@ -84,12 +99,12 @@ class LowRankSum:
 
     def t(self) -> LowRankSum:
         """``transpose`` of a matrix."""
-        return self.transpose(-2, -1)
+        return self.transpose(0, 1)
 
     @property
     def T(self) -> LowRankSum:  # noqa: N802
         """``transpose`` of a matrix."""
-        return self.transpose(-2, -1)
+        return self.transpose(0, 1)
 
     @property
     def mT(self) -> LowRankSum:  # noqa: N802
@@ -120,15 +135,40 @@ class LowRankSum:
         name = getattr(func, "__name__", str(func)).strip("_")
         known = _FUNCTIONS.get(name)
         if known is None:
-            raise NotImplementedError(
-                f"the model's code applies {name} to an adapted weight, which is not known to be "
-                "linear; leave that parameter out of lora.target_parameters"
-            )
+            raise _unknown(name)
         return known(func, *args, **(kwargs or {}))
 
 
-def _linear(func: Any, x: torch.Tensor, w: LowRankSum, bias: Any = None) -> torch.Tensor:
-    return F.linear(x, w.weight, bias) + F.linear(F.linear(x, w.right), w.left)
+def _unknown(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"the model's code applies {name} to an adapted weight, which is not known to be "
+        "linear; leave that parameter out of lora.target_parameters"
+    )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise _unknown(name)
+
+    return refuse
+
+
+# What Python looks up on the class, and in part gives every object: W == 0 has no answer.
+_BINARY = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "eq", "ne")
+for _name in (*_BINARY, "neg", "abs", "bool", "setitem"):
+    setattr(LowRankSum, f"__{_name}__", _refused(_name))
+
+
+def _check_unset(name: str, settings: dict[str, Any]) -> None:
+    """What would act on W, L and R each for itself."""
+    given = [key for key, value in settings.items() if value]
+    if given:
+        raise _unknown(f"{name} with {given[0]}")
+
+
+def _linear(func: Any, input: torch.Tensor, weight: LowRankSum, bias: Any = None) -> torch.Tensor:
+    w = weight
+    return F.linear(input, w.weight, bias) + F.linear(F.linear(input, w.right), w.left)
 
 
 def _matmul(func: Any, a: Any, b: Any) -> Any:
@@ -141,14 +181,24 @@ def _rmatmul(func: Any, b: Any, a: Any) -> Any:
     return _matmul(torch.matmul, a, b)
 
 
-def _embedding(func: Any, tokens: torch.Tensor, w: LowRankSum, *args: Any, **kw: Any) -> Any:
-    return func(tokens, w.weight, *args, **kw) + func(tokens, w.left, *args, **kw) @ w.right
+def _embedding(
+    func: Any, tokens: torch.Tensor, w: LowRankSum, padding_idx: int | None = None, **kw: Any
+) -> Any:
+    """The padding token's row is looked up, and gives neither L nor R a gradient."""
+    kw.pop("norm_type", None)
+    _check_unset("embedding", kw)
+    delta = func(tokens, w.left) @ w.right
+    if padding_idx is not None:
+        is_padding = (tokens == padding_idx % len(w)).unsqueeze(-1)
+        delta = torch.where(is_padding, delta.detach(), delta)
+    return func(tokens, w.weight, padding_idx) + delta
 
 
 def _grouped_mm(
     func: Any, x: torch.Tensor, w: LowRankSum, offs: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
     """Each product by transformers' own choice of kernel: L and R may not suit the one of W."""
+    _check_unset("grouped_mm", {key: value is not None for key, value in kwargs.items()})
     left, right = w.left, w.right
     missing = -left.shape[-1] % (_ROW_BYTES // left.element_size())
     if missing:
