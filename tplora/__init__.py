@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tplora.errors import TploraError
     from tplora.mesh import current_processes, join_process_group
     from tplora.plan.build import Plan, build_plan
+    from tplora.plan.lora import expert_parameters
     from tplora.plan.report import render_plan
     from tplora.recipe.check import read_recipe
     from tplora.run.finetune import run_finetune
@@ -39,6 +40,7 @@ _HOMES = {
     "attach_adapter": "tplora.adapter.attach",
     "build_plan": "tplora.plan.build",
     "current_processes": "tplora.mesh",
+    "expert_parameters": "tplora.plan.lora",
     "join_process_group": "tplora.mesh",
     "load_base": "tplora.base.load",
     "load_factors": "tplora.adapter.load",
@@ -59,6 +61,7 @@ __all__ = [
     "attach_adapter",
     "build_plan",
     "current_processes",
+    "expert_parameters",
     "join_process_group",
     "load_base",
     "load_factors",

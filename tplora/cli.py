@@ -16,7 +16,6 @@ import typer
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from tplora.recipe.schema import Recipe
 
 __all__ = ["app", "main"]
 
@@ -91,17 +90,18 @@ def finetune(
     from tplora.launch.launcher import check_world_size
     from tplora.mesh import current_processes
     from tplora.recipe.check import read_recipe
+    from tplora.terminal.steps import finetune_from_here, prepare, train
 
     asked = read_recipe(recipe, set_ or [])
     folder = output or Path("runs") / asked.name
     processes = current_processes()
     if not processes.is_launched:
-        _finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite)
+        finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite)
         return
     check_world_size(processes.world_size, asked.parallel.tp_size)
     if processes.rank == 0 and not prepared:
-        _prepare(asked, folder, tp_size=processes.world_size, overwrite=overwrite)
-    _train(asked, folder, rank=processes.rank)
+        prepare(asked, folder, tp_size=processes.world_size, overwrite=overwrite)
+    train(asked, folder, rank=processes.rank)
 
 
 @app.command()
@@ -111,9 +111,10 @@ def plan(recipe: RecipePath, set_: Overrides = None) -> None:
     Needs no weights, no processes and no GPU.
     """
     from tplora.recipe.check import read_recipe
+    from tplora.terminal.steps import planned_tp_size, show_plan
 
     asked = read_recipe(recipe, set_ or [])
-    _plan(asked, tp_size=_planned_tp_size(asked))
+    show_plan(asked, tp_size=planned_tp_size(asked))
 
 
 @app.command()
@@ -122,9 +123,10 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
     from tplora.recipe.check import read_recipe
     from tplora.run.preflight import tokenize_recipe_rows
     from tplora.terminal.show import say
+    from tplora.terminal.steps import planned_tp_size, show_plan
 
     asked = read_recipe(recipe, set_ or [])
-    _plan(asked, tp_size=_planned_tp_size(asked))
+    show_plan(asked, tp_size=planned_tp_size(asked))
     for rows in tokenize_recipe_rows(asked):
         say(rows.summary())
     say(f"ready: tplora finetune {recipe}", style="green")
@@ -184,11 +186,12 @@ def generate(
     """Answer a prompt with a run's base and adapter."""
     from tplora.mesh import current_processes
     from tplora.run.folder import find_adapter
+    from tplora.terminal.steps import start_ranks
 
     find_adapter(run)
     if tp_size > 1 and not current_processes().is_launched:
         argv = ["generate", str(run), "--max-new-tokens", str(max_new_tokens)]
-        _launch([*argv, "--tp-size", str(tp_size), "--", prompt], tp_size, log_folder=None)
+        start_ranks([*argv, "--tp-size", str(tp_size), "--", prompt], tp_size, log_folder=None)
         return
     from tplora.run.generate import run_generate
 
@@ -223,86 +226,20 @@ def copy(
 
 
 @app.command()
+def models(
+    name: Annotated[str, typer.Argument(help="Only names with this in them.")] = "",
+) -> None:
+    """List the architectures that are exact when cut."""
+    from tplora.terminal.models import models_table
+    from tplora.terminal.show import show
+
+    show(models_table(name))
+
+
+@app.command()
 def report() -> None:
     """Show versions, devices, cores and memory, for a bug report."""
     from tplora.terminal.report import environment_report
     from tplora.terminal.show import show_table
 
     show_table(environment_report())
-
-
-def _finetune_from_here(
-    recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
-) -> None:
-    """The parent's part: everything that can go wrong early, then the ranks."""
-    from tplora.launch.launcher import count_gpus, default_num_processes
-    from tplora.run.folder import LOGS
-
-    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
-    _prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
-    if num_processes == 1:
-        _train(recipe, folder, rank=0)
-        return
-    argv = ["finetune", str(recipe.path), "--output", str(folder), "--prepared"]
-    for override in overrides:
-        argv += ["--set", override]
-    _launch(argv, num_processes, log_folder=folder / LOGS)
-
-
-def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
-    """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
-    from tplora.run.folder import check_run_folder, clear_run_folder
-
-    check_run_folder(folder, overwrite=overwrite)
-    _plan(recipe, tp_size=tp_size)
-    clear_run_folder(folder)
-
-
-def _train(recipe: Recipe, folder: Path, *, rank: int) -> None:
-    from tplora.run.finetune import run_finetune
-    from tplora.terminal.show import say, show_table
-
-    summary = run_finetune(recipe, folder)
-    if rank == 0:
-        show_table(summary.rows())
-        say("\n" + "\n".join(summary.next_commands()))
-
-
-def _launch(argv: list[str], num_processes: int, *, log_folder: Path | None) -> None:
-    from tplora.errors import LaunchError
-    from tplora.launch.launcher import launch
-    from tplora.mesh import child_environment
-    from tplora.terminal.show import say
-
-    say(f"starting {num_processes} processes ...", style="dim")
-    try:
-        launch(
-            ["-m", "tplora", *argv],
-            num_processes=num_processes,
-            log_folder=log_folder,
-            env=child_environment(num_processes),
-        )
-    except LaunchError as error:
-        if log_folder is not None:
-            with (log_folder.parent / "log.txt").open("a", encoding="utf-8") as log:
-                log.write(f"{error}\n")
-        raise
-    except KeyboardInterrupt:
-        say("\ninterrupted: every process has ended", is_error=True)
-        raise
-
-
-def _plan(recipe: Recipe, *, tp_size: int) -> None:
-    from tplora.plan.report import render_plan
-    from tplora.run.preflight import plan_recipe
-    from tplora.terminal.show import say, show
-
-    show(render_plan(plan_recipe(recipe, tp_size=tp_size, progress=say)))
-
-
-def _planned_tp_size(recipe: Recipe) -> int:
-    """Of a plan that is only looked at: as asked, whatever this machine has."""
-    from tplora.launch.launcher import count_gpus
-
-    asked = recipe.parallel.tp_size
-    return max(1, count_gpus()) if asked == "auto" else asked

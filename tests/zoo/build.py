@@ -125,6 +125,21 @@ RULES = {
     "router_jitter_noise": 0.0,
     "input_jitter_noise": 0.0,
 }
+# Twice as many of everything that a model cuts by the head or the group: for four ranks.
+WIDE = {
+    "num_attention_heads": 8,
+    "n_head": 8,
+    "num_key_value_heads": 4,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_num_heads": 8,
+    "mamba_n_groups": 4,
+    "n_groups": 4,
+    "index_n_heads": 8,
+    "o_groups": 4,
+}
 # Set even if the default is None
 ALWAYS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
 # One entry per layer; recycled from the order in which the distinct values first appear
@@ -139,8 +154,8 @@ LAYER_LISTS = (
 )
 
 
-def _llama4(cls):
-    text = tiny_config("llama4_text").to_dict()
+def _llama4(cls, wide):
+    text = tiny_config("llama4_text", wide=wide).to_dict()
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -278,15 +293,22 @@ OVERRIDES: dict = {
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
 }
 
+WIDE_OVERRIDES: dict = {
+    "dots3_note_text": {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 8},
+    "helium": {"head_dim": 8},  # its o_proj takes hidden_size
+    "qwen4_exp_text": {"indexer_n_heads": 4},
+}
+
 
 def _cycle(values, n):
     distinct = list(dict.fromkeys(values))
     return [distinct[i % len(distinct)] for i in range(n)]
 
 
-def shrink_kwargs(ref, mt=None) -> dict:
+def shrink_kwargs(ref, *, wide: bool = False) -> dict:
     attrs = {k: v for k, v in ref.__dict__.items() if not k.startswith("_")}
-    kw = {k: v for k, v in RULES.items() if attrs.get(k) is not None}
+    rules = {**RULES, **WIDE} if wide else RULES
+    kw = {k: v for k, v in rules.items() if attrs.get(k) is not None}
     for k, v in ALWAYS.items():
         if k in attrs:
             kw[k] = v
@@ -301,7 +323,7 @@ def shrink_kwargs(ref, mt=None) -> dict:
     if "head_dim" in attrs and attrs["head_dim"] is None:
         kw["head_dim"] = 16
     if "num_key_value_heads" in attrs and attrs["num_key_value_heads"] is None:
-        kw["num_key_value_heads"] = 2
+        kw["num_key_value_heads"] = rules["num_key_value_heads"]
     if attrs.get("n_group") == 1:
         kw["n_group"] = 1
     # number of layers: 2, or 4 if the layers are not all alike
@@ -318,17 +340,18 @@ def shrink_kwargs(ref, mt=None) -> dict:
     for k, v in lists.items():
         kw[k] = _cycle(v, n)
     if "num_attention_heads_per_layer" in kw:
-        kw["num_attention_heads_per_layer"] = [4] * n
+        kw["num_attention_heads_per_layer"] = [rules["num_attention_heads"]] * n
     return kw
 
 
-def tiny_config(mt: str):
+def tiny_config(mt: str, *, wide: bool = False):
+    """A tiny config of one model type; a wide one has heads enough for four ranks."""
     cls = CONFIG_MAPPING[mt]
     over = OVERRIDES.get(mt, {})
     if callable(over):
-        return over(cls)
-    kw = shrink_kwargs(cls(), mt)
-    for k, v in over.items():
+        return over(cls, wide)
+    kw = shrink_kwargs(cls(), wide=wide)
+    for k, v in {**over, **(WIDE_OVERRIDES.get(mt, {}) if wide else {})}.items():
         if v is DROP:
             kw.pop(k, None)
         else:

@@ -32,7 +32,6 @@ from tplora.adapter.factor import shard_full
 from tplora.base import mends
 from tplora.base.load import check_shards, load_base
 from tplora.collectives import SharedInput
-from tplora.plan import architectures
 from tplora.plan.build import build_plan
 from tplora.plan.report import plan_text
 from tplora.upstream import auto_class, local_shard
@@ -47,12 +46,6 @@ OPTIONS = {"dtype": torch.float64, "experts_implementation": "eager"}
 RTOL = 1e-5
 
 
-def _as_proven():
-    """Take every class for proven, which is what the tests are to find out."""
-    names = architectures.PROVEN | {*CLASSES, "llama4_text"}
-    return mock.patch.multiple(architectures, PROVEN=names, KNOWN_FAULTS={})
-
-
 def _batches():
     draw = torch.Generator().manual_seed(5)
     for pad in (0, 3):
@@ -65,8 +58,7 @@ def _batches():
 
 def _attached(path, targets):
     """A tplora model over the ranks and plain PEFT beside it, with the same random factors."""
-    with _as_proven():
-        plan = build_plan(AutoConfig.from_pretrained(path), lora(targets), tp_size=2)
+    plan = build_plan(AutoConfig.from_pretrained(path), lora(targets), tp_size=2)
     base = load_base(path, tp_size=2, **OPTIONS)
     check_shards(base, plan)
     model = attach_adapter(base, lora(targets), plan=plan).train()
@@ -158,8 +150,7 @@ def test_parity_sees_a_text_model_whose_input_gradients_are_not_summed(world2, t
 
 
 def _train(path, folder, setup):
-    with _as_proven():
-        trainer = build_trainer(path, folder, setup)
+    trainer = build_trainer(path, folder, setup)
     with InDouble():
         trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -191,8 +182,7 @@ def test_a_class_is_loaded_by_what_its_users_load_it_with(model_type):
 
 
 def test_a_plan_says_that_towers_are_whole():
-    with _as_proven():
-        plan = build_plan(tiny_config("qwen2_5_vl"), lora("all-linear"), tp_size=2)
+    plan = build_plan(tiny_config("qwen2_5_vl"), lora("all-linear"), tp_size=2)
     assert {layer.weight.shard_dim for layer in plan.layers if ".visual." in layer.name} == {None}
     rows = [line for line in plan_text(plan).splitlines() if "visual.blocks.*.attn" in line]
     assert rows
@@ -214,8 +204,7 @@ def test_transformers_alone_still_mixes_tensors_in_gemma4(world2, tmp_path):
 
 def test_a_qwen3_vl_is_cut_like_a_qwen3():
     assert not [name for name in Qwen3VLTextConfig.base_model_tp_plan if "layers" in name]
-    with _as_proven():
-        plan = build_plan(tiny_config("qwen3_vl"), lora("text"), tp_size=2)
+    plan = build_plan(tiny_config("qwen3_vl"), lora("text"), tp_size=2)
     styles = {layer.name.partition(".layers.0.")[2]: layer.style for layer in plan.layers}
     styles.pop("")
     wanted = {

@@ -1,147 +1,76 @@
-"""Which architectures are exact when cut, proven one by one; what transformers itself gets wrong.
+"""Which architectures are exact when cut: those in ``proven.json``, each held to one process.
 
 A style that is exact on one model need not be on another, whose own code reads a cut tensor as if
-it were whole. So an architecture is cut only when a tiny model of it, with an adapter on every
-layer that can have one, gave the loss and every gradient of plain PEFT in one process. This is
-what ``tests/zoo`` does for each name in ``PROVEN``.
+it were whole. So an architecture is cut only when a tiny model of it, with an adapter on everything
+that can have one, gave what plain PEFT gives in one process: loss, every gradient, three AdamW
+steps, the saved adapter read back, the merged model. ``tests/zoo`` does this for each entry, and
+``python -m tests.zoo.table`` writes the file from such a run.
 """
 
-__all__ = ["KNOWN_FAULTS", "PROVEN", "architecture_problem"]
+from __future__ import annotations
 
-# Read in transformers 5.24; each goes when its reason does.
-KNOWN_FAULTS = {
-    "doge": "its attention mask has all heads where queries have this rank's",
-    "gemma3n_text": "it takes mean and deviation over this rank's features only",
-    "hrm_text": "its weights are wrong after they were cut while loading",
-    "inkling_text": "its embedding, cut on the vocabulary, has a norm inside its forward",
-    "llama4": "it writes in place to a view of a distributed tensor",
-    "llama4_text": "it writes in place to a view of a distributed tensor",
-    "phi4_multimodal": "its vision and audio towers are not cut, and its adapters are not proven",
-    "phimoe": "its router is a linear layer that returns a tuple and samples while training",
-    "sarvam_moe": "its weights cannot be cut while loading",
-}
-"""Base models that are not themselves when cut, with or without an adapter, and why."""
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
 
-PROVEN = frozenset(
-    [
-        "afmoe",
-        "apertus",
-        "apertus1p5_text",
-        "arcee",
-        "aria_text",
-        "axk1",
-        "axk2",
-        "bailing_hybrid",
-        "bamba",
-        "beam",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cohere_compass_text",
-        "cwm",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "deepseek_v4",
-        "diffllama",
-        "dory",
-        "dots1",
-        "dots3_note_text",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone",
-        "exaone4",
-        "exaone_moe",
-        "falcon_h1",
-        "flex_olmo",
-        "flint",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "gpt_neox",
-        "gpt_oss",
-        "gptj",
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "helium",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "hy_v3",
-        "hy_v4",
-        "hyperclovax",
-        "inkling2_loop_text",
-        "inkling2_text",
-        "internlm3",
-        "iquestcoder",
-        "jais2",
-        "jamba",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "lara_mini",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "llama",
-        "longcat_flash",
-        "mellum",
-        "mimo_v2_flash",
-        "minicpm3",
-        "minimax",
-        "minimax_m2",
-        "minimax_m3_vl_text",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nanochat",
-        "nemotron",
-        "nemotron_h",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "olmoe",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen4_exp_text",
-        "sarvam_mla",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "starcoder2",
-        "vaultgemma",
-        "youtu",
-    ]
-)
-"""Model types that ``tests/zoo`` holds to plain PEFT in one process, layer by layer."""
+__all__ = ["Architecture", "architecture_problem", "proven_architectures", "proven_classes"]
 
 
-def architecture_problem(model_type: str) -> str | None:
-    """Why models of this type are not cut, or None."""
-    if model_type in KNOWN_FAULTS:
-        return (
-            f"{model_type} is not itself when cut: {KNOWN_FAULTS[model_type]} (transformers 5.24)"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One model type of transformers and what was proven of it."""
+
+    model_type: str
+    precision: str
+    """"float64": equal to 1e-9; "float32": the model computes parts in float32, equal to 1e-5."""
+    experts: str | None
+    """"cut" or "whole" on every rank; None without expert weights."""
+    head: str
+    """"cut" or "whole" on every rank."""
+    not_adapted: tuple[str, ...]
+    """Layers that an adapter cannot have in one process either, because peft refuses them."""
+    tp_sizes: tuple[int, ...]
+
+
+def proven_architectures() -> tuple[Architecture, ...]:
+    """Every architecture that is exact, by name."""
+    return tuple(
+        Architecture(
+            model_type=model_type,
+            precision=row["precision"],
+            experts=row["experts"],
+            head=row["head"],
+            not_adapted=tuple(row["not_adapted"]),
+            tp_sizes=tuple(row["tp_sizes"]),
         )
-    if model_type not in PROVEN:
-        return f"{model_type} has not been proven exact when cut"
-    return None
+        for model_type, row in sorted(_document()["architectures"].items())
+    )
+
+
+def proven_classes() -> dict[str, tuple[str, ...]]:
+    """Model types with a text model beside towers, and the types of text model they may hold."""
+    return {name: tuple(texts) for name, texts in sorted(_document()["classes"].items())}
+
+
+def architecture_problem(model_type: str, text_type: str) -> str | None:
+    """Why models of this type are not cut, or None.
+
+    Args:
+        model_type: The model's own.
+        text_type: That of its text model; the same where it is nothing else.
+    """
+    if model_type == text_type:
+        is_proven = model_type in _document()["architectures"]
+        return None if is_proven else f"{model_type} has not been proven exact when cut"
+    if text_type in proven_classes().get(model_type, ()):
+        return None
+    return f"{model_type} with a {text_type} inside has not been proven exact when cut"
+
+
+@cache
+def _document() -> dict[str, Any]:
+    text = resources.files("tplora.plan").joinpath("proven.json").read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document

@@ -175,7 +175,7 @@ def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
             f"{where}: {facts.class_name} has no tensor-parallel plan in transformers; "
             "use parallel.tp_size = 1"
         ]
-    unproven = architecture_problem(facts.model_type)
+    unproven = architecture_problem(facts.model_type, facts.text_type)
     problems = [f"{where}: {unproven}; use parallel.tp_size = 1"] if unproven else []
     problems += _style_problems(facts, where)
     if facts.are_heads_cut and not _divides_heads(facts, tp_size):

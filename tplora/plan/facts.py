@@ -73,6 +73,8 @@ class ModelFacts:
 
     class_name: str
     model_type: str
+    text_type: str
+    """The type of the text model inside; the same where there is nothing else."""
     modules: tuple[ModuleFacts, ...]
     parameters: tuple[ParameterFacts, ...]
     has_tp_plan: bool
@@ -104,6 +106,7 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
     return ModelFacts(
         class_name=type(model).__name__,
         model_type=model.config.model_type,
+        text_type=model.config.get_text_config(decoder=True).model_type,
         modules=tuple(
             _module_facts(name, module, styles.get(name))
             for name, module in model.named_modules()

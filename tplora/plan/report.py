@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from tplora.plan.cost import base_bytes, count_collectives, factor_bytes
+from tplora.plan.coverage import count_coverage, say_missed_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +57,26 @@ def render_plan(plan: Plan) -> RenderableType:
     facts.add_column()
     for name, value in _facts(plan):
         facts.add_row(name, value)
-    return Group(table, facts)
+    return Group(table, _coverage(plan), facts)
+
+
+def _coverage(plan: Plan) -> RenderableType:
+    """How many weights of each kind are adapted, and how much of the model they are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("kind of weight")
+    for name in ("adapted", "of", "parameters", "share of the model"):
+        table.add_column(name, justify="right")
+    rows = count_coverage(plan)
+    total = sum(row.num_parameters for row in rows)
+    for row in rows:
+        table.add_row(
+            row.label,
+            str(row.num_adapted),
+            str(row.num_weights),
+            f"{row.num_parameters:,}",
+            f"{100 * row.num_parameters / total:.3g} %",
+        )
+    return table
 
 
 def plan_text(plan: Plan) -> str:
@@ -115,6 +135,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
             f"{_size(factors)}, AdamW state {_size(2 * factors)}; activations come on top",
         ),
     ]
+    missed = say_missed_experts(plan)
+    if missed:
+        rows.append(("experts", missed))
     if plan.tp_size > 1:
         rows.append(
             (

@@ -40,9 +40,7 @@ def find_lora_problems(
         yield say_problem(["lora", "target_modules"], need, places=places)
     if lora.get("lora_dropout") and (lora.get("experts") or lora.get("target_parameters")):
         need = "needs to be 0 where parameters such as experts are adapted; peft has none there"
-        yield say_problem(
-            ["lora", "lora_dropout"], need, places=places, value=lora["lora_dropout"]
-        )
+        yield say_problem(["lora", "lora_dropout"], need, places=places, value=lora["lora_dropout"])
     yield from _list_problems(lora, places)
 
 

@@ -75,7 +75,6 @@ REFUSED_KEYS: Mapping[str, str] = {
     "auto_find_batch_size": "one rank out of memory would leave the others waiting; leave it out",
     "label_smoothing_factor": "needs the whole vocabulary's logits on every rank; leave it out",
     "activation_offloading": _UNCHECKED,
-    "router_aux_loss_coef": "experts are not supported yet; leave it out",
     "debug": _UNCHECKED,
     "use_cache": "trl turns it off in training; leave it out",
     "optim_args": "the allowed optimizers read none; leave it out",

@@ -1,0 +1,91 @@
+"""What a command does around a run: check and show the plan, clear the folder, start the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tplora.terminal.show import say, show, show_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tplora.recipe.schema import Recipe
+
+__all__ = ["finetune_from_here", "planned_tp_size", "prepare", "show_plan", "start_ranks", "train"]
+
+
+def finetune_from_here(
+    recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
+) -> None:
+    """The parent's part: everything that can go wrong early, then the ranks."""
+    from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.run.folder import LOGS
+
+    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
+    prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
+    if num_processes == 1:
+        train(recipe, folder, rank=0)
+        return
+    argv = ["finetune", str(recipe.path), "--output", str(folder), "--prepared"]
+    for override in overrides:
+        argv += ["--set", override]
+    start_ranks(argv, num_processes, log_folder=folder / LOGS)
+
+
+def prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
+    """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
+    from tplora.run.folder import check_run_folder, clear_run_folder
+
+    check_run_folder(folder, overwrite=overwrite)
+    show_plan(recipe, tp_size=tp_size)
+    clear_run_folder(folder)
+
+
+def train(recipe: Recipe, folder: Path, *, rank: int) -> None:
+    """Run the recipe in this process, one of the ranks; the first one shows what came of it."""
+    from tplora.run.finetune import run_finetune
+
+    summary = run_finetune(recipe, folder)
+    if rank == 0:
+        show_table(summary.rows())
+        say("\n" + "\n".join(summary.next_commands()))
+
+
+def start_ranks(argv: list[str], num_processes: int, *, log_folder: Path | None) -> None:
+    """Run ``tplora argv`` in so many processes and wait for them."""
+    from tplora.errors import LaunchError
+    from tplora.launch.launcher import launch
+    from tplora.mesh import child_environment
+
+    say(f"starting {num_processes} processes ...", style="dim")
+    try:
+        launch(
+            ["-m", "tplora", *argv],
+            num_processes=num_processes,
+            log_folder=log_folder,
+            env=child_environment(num_processes),
+        )
+    except LaunchError as error:
+        if log_folder is not None:
+            with (log_folder.parent / "log.txt").open("a", encoding="utf-8") as log:
+                log.write(f"{error}\n")
+        raise
+    except KeyboardInterrupt:
+        say("\ninterrupted: every process has ended", is_error=True)
+        raise
+
+
+def show_plan(recipe: Recipe, *, tp_size: int) -> None:
+    """Make a recipe's plan and show it."""
+    from tplora.plan.report import render_plan
+    from tplora.run.preflight import plan_recipe
+
+    show(render_plan(plan_recipe(recipe, tp_size=tp_size, progress=say)))
+
+
+def planned_tp_size(recipe: Recipe) -> int:
+    """Of a plan that is only looked at: as asked, whatever this machine has."""
+    from tplora.launch.launcher import count_gpus
+
+    asked = recipe.parallel.tp_size
+    return max(1, count_gpus()) if asked == "auto" else asked
