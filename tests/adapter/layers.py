@@ -48,10 +48,11 @@ class Case:
     num_adapters: int = 1
     is_disabled: bool = False
     padding_idx: int | None = None
+    embed_scale: float | None = None
 
     @property
     def kind(self):
-        return "embedding" if self.style == "embedding_rowwise" else "linear"
+        return "embedding" if str(self.style).startswith("embedding") else "linear"
 
     @property
     def adapters(self) -> list[str]:
@@ -174,6 +175,8 @@ def _base(case: Case, numbers: Numbers, plan: LayerPlan, mesh: DeviceMesh) -> nn
             )
         else:
             base = nn.Linear(case.in_features, case.out_features, bias=case.has_bias)
+    if case.embed_scale is not None:
+        base.embed_scale = torch.tensor(case.embed_scale)
     dim = plan.weight.shard_dim
     base.weight = _frozen(numbers.weight, dim, mesh)
     if case.kind == "linear" and numbers.bias is not None:
@@ -207,10 +210,11 @@ def plain_linear(case: Case, numbers: Numbers, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_embedding(case: Case, numbers: Numbers, tokens: torch.Tensor) -> torch.Tensor:
-    y = F.embedding(tokens, numbers.weight)
+    scale = 1.0 if case.embed_scale is None else case.embed_scale
+    y = scale * F.embedding(tokens, numbers.weight)
     if case.is_disabled:
         return y
     for name in case.adapters:
         rows = F.embedding(tokens, numbers.a[name].T, padding_idx=case.padding_idx)
-        y = y + numbers.scaling[name] * (rows @ numbers.b[name].T)
+        y = y + scale * numbers.scaling[name] * (rows @ numbers.b[name].T)
     return y
