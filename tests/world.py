@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # A fork server that has imported the slow modules once makes a new world cheap.
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor.debug", "tests.preload"]
 )
 
@@ -55,10 +55,10 @@ class World:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         store = f"{self._folder.name}/store"  # a file, so no port can be taken
-        pipes = [_CONTEXT.Pipe() for _ in range(self.size)]
+        pipes = [CONTEXT.Pipe() for _ in range(self.size)]
         self._conns = [ours for ours, _ in pipes]
         self._procs = [
-            _CONTEXT.Process(target=_serve, args=(k, self.size, store, theirs), daemon=True)
+            CONTEXT.Process(target=_serve, args=(k, self.size, store, theirs), daemon=True)
             for k, (_, theirs) in enumerate(pipes)
         ]
         for proc in self._procs:

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.command import forked_tplora
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
 
@@ -65,10 +66,16 @@ def place(tmp_path_factory) -> Path:
 
 
 def tplora(place: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"} | env
+    return forked_tplora(*argv, cwd=place, **env)
+
+
+def real_tplora(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """From nothing, as a person starts it; of every command that starts ranks, once is enough."""
     return subprocess.run(
         [sys.executable, "-m", "tplora", *argv],
         cwd=place,
-        env=os.environ | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"} | env,
+        env=os.environ | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -79,8 +86,9 @@ def tplora(place: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[s
 @pytest.fixture(scope="module")
 def cut(place) -> Path:
     """The run's folder of the recipe at tp_size 2, through the launcher."""
-    done = tplora(place, "finetune", "recipe.toml")
+    done = real_tplora(place, "finetune", "recipe.toml")
     assert done.returncode == 0, done.stderr + done.stdout
+    assert "%|" not in done.stderr, "a progress bar in a pipe"
     (place / "said.txt").write_text(done.stdout)
     return place / "runs" / "recipe"
 
