@@ -1,16 +1,20 @@
 """What users read: README's names exist, its commands are the ones CI runs, examples run."""
 
-import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import tplora
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
+from tests.world import CONTEXT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -48,19 +52,30 @@ def test_nothing_heavy_is_imported_with_the_package():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def _run_script(argv: list[str]) -> None:
+    torch.set_num_threads(1)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
 @pytest.mark.world
 @pytest.mark.parametrize("example", ["plain_loop.py", "train_with_trl.py"])
 def test_an_example_runs_on_two_ranks(example, tmp_path):
+    """As `torchrun --standalone --nproc-per-node 2` runs it, in ranks that need no imports."""
     base = write_checkpoint("llama", tmp_path / "base", vocab_size=512)
     tiny_tokenizer().save_pretrained(base)
-    argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *argv, str(ROOT / "examples" / example), str(base), str(tmp_path / "out")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=example,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method=CONTEXT.get_start_method(),
+        logs_specs=DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL),
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    argv = [str(ROOT / "examples" / example), str(base), str(tmp_path / "out")]
+    elastic_launch(config, _run_script)(argv)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
