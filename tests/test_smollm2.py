@@ -1,5 +1,6 @@
 """The reference recipe's own model and rows: tp_size 3 equals one process, to four digits."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -81,9 +82,15 @@ def reference():
 def test_five_real_steps_at_tp_size_3_are_those_of_one_process(reference, tmp_path):
     recipe, path, rows = reference
     found = {}
-    for size in (1, 3):
-        with World(size) as world:
-            results = world.run(_train, path, tmp_path / str(size), recipe, rows, timeout_s=300)
+    with World(1) as one, World(3) as three, ThreadPoolExecutor() as side_by_side:
+        running = {
+            world.size: side_by_side.submit(
+                world.run, _train, path, tmp_path / str(world.size), recipe, rows, timeout_s=400
+            )
+            for world in (one, three)
+        }
+        for size, answer in running.items():
+            results = answer.result()
             assert all(result == results[0] for result in results), f"ranks of {size} disagree"
             found[size] = results[0]
     (alone, answer_alone), (steps, answer) = found[1], found[3]
