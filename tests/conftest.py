@@ -1,5 +1,7 @@
 """Worlds that live as long as a module's tests; tiny checkpoints that live as long as the run."""
 
+import contextlib
+
 import pytest
 
 from tests.tiny import write_checkpoint
@@ -23,6 +25,20 @@ def world2():
 def world4():
     with World(4) as world:
         yield world
+
+
+@pytest.fixture(scope="module")
+def world_of():
+    """``world_of(size)`` is a world of that size, kept for the module."""
+    with contextlib.ExitStack() as stack:
+        worlds = {}
+
+        def get(size):
+            if size not in worlds:
+                worlds[size] = stack.enter_context(World(size))
+            return worlds[size]
+
+        yield get
 
 
 @pytest.fixture(scope="module")

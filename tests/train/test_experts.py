@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from transformers import AutoConfig
@@ -28,7 +29,7 @@ def _load(path, _lora):
         target_parameters=[*expert_parameters(config), "mlp.gate.weight"],
     )
     tp_size = dist.get_world_size() if dist.is_initialized() else 1
-    base = load_base(path, tp_size=tp_size, experts_implementation="eager")
+    base = load_base(path, tp_size=tp_size, dtype=torch.float64, experts_implementation="eager")
     return attach_adapter(base, lora)
 
 

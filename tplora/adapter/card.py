@@ -27,9 +27,9 @@ pipeline_tag: text-generation
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import {auto_class}
 
-base = AutoModelForCausalLM.from_pretrained({base!r})
+base = {auto_class}.from_pretrained({base!r})
 model = PeftModel.from_pretrained(base, "this/folder")
 ```
 
@@ -37,27 +37,33 @@ Trained with tplora, tensor-parallel; an ordinary PEFT adapter with full shapes.
 """
 
 
-def card_text(config: LoraConfig, facts: Mapping[str, str]) -> str:
+def card_text(
+    config: LoraConfig, facts: Mapping[str, str], *, auto_class: str = "AutoModelForCausalLM"
+) -> str:
     """A card from the adapter's config and what is known of its training.
 
     Args:
         config: PEFT's config, with ``base_model_name_or_path``.
         facts: Further rows of the table, such as the last evaluation loss.
+        auto_class: What of transformers loads the base.
     """
     base = config.base_model_name_or_path or "its base model"
     modules = config.target_modules or ()
     named = modules if isinstance(modules, str) else ", ".join(sorted(modules))
+    parameters = ", ".join(sorted(config.target_parameters or ()))
     rows = {
         "base": f"`{base}`",
         "r": str(config.r),
         "lora_alpha": str(config.lora_alpha),
         "lora_dropout": str(config.lora_dropout),
-        "adapted modules": named,
+        "adapted modules": named or "none",
+        **({"adapted parameters": parameters} if parameters else {}),
         **facts,
     }
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows.items())])
     return _CARD.format(
         base=base,
+        auto_class=auto_class,
         base_model=f"base_model: {base}\n" if _is_hub_id(base) else "",
         table=table,
     )

@@ -18,7 +18,7 @@ from tplora.collectives import SharedInput
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, plan_layers
 from tplora.plan.target import Targets, match_targets
-from tplora.upstream import tp_mesh
+from tplora.upstream import auto_class, tp_mesh
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -138,7 +138,8 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
-        text = card_text(self.peft_config["default"], self.card_facts)
+        loads = auto_class(self.get_base_model().config).__name__
+        text = card_text(self.peft_config["default"], self.card_facts, auto_class=loads)
         (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
 
     def save_pretrained(

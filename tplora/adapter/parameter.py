@@ -135,8 +135,9 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         """L and R of one adapter's delta, ``[E, rows of W, R]`` and ``[E, R, columns of W]``."""
         a, b = (factor.local() for factor in factors_of(self.factors, name))
         if self._param_ndim == 3:
-            a = a.reshape(self.num_experts, -1, a.shape[-1])
-            b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+            num_experts, r = self.num_experts, a.shape[0] // self.num_experts
+            a = a.reshape(num_experts, r, a.shape[1])  # sizes in full: a piece may be empty
+            b = b.reshape(b.shape[0], r, num_experts).permute(2, 0, 1)
         is_in_first = self._param_ndim == 3 and not self._did_swap_in_out_features
         left, right = (a.mT, b.mT) if is_in_first else (b, a)
         left, right = left.to(dtype), (right * self.scaling[name]).to(dtype)

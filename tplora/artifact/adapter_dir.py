@@ -45,6 +45,8 @@ class FactorPair:
     scaling: float
     weight_shape: tuple[int, int]
     """Of the full weight that the pair belongs to, as the base stores it."""
+    num_matrices: int
+    """How many pairs are stacked in this one: the experts of a module, or 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,9 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
     """
     for pair in adapter.pairs:
         found = weight_shapes.get(f"{pair.module}.weight")
+        if pair.num_matrices > 1:
+            _check_fits_stack(adapter, pair, weight_shapes)
+            continue
         if found is None:
             raise ArtifactError(
                 f"{adapter.folder}: {pair.a} belongs to {pair.module}, which the base does not "
@@ -119,6 +124,24 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
                 f"{pair.module} of the base has {list(found)}; a factor that is a shard of the "
                 "full one was saved, or this is another base"
             )
+
+
+def _check_fits_stack(
+    adapter: AdapterFiles, pair: FactorPair, weight_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Some stack of the module has to fit: a file does not say which of them a pair belongs to."""
+    owner = pair.module
+    while owner.endswith(".base_layer"):
+        owner = owner.removesuffix(".base_layer")
+    stacks = [tuple(s) for n, s in weight_shapes.items() if n.rpartition(".")[0] == owner]
+    wanted = (pair.num_matrices, *sorted(pair.weight_shape))
+    if not any(len(s) == 3 and (s[0], *sorted(s[1:])) == wanted for s in stacks):
+        raise ArtifactError(
+            f"{adapter.folder}: {pair.a} {list(adapter.shapes[pair.a])} and {pair.b} "
+            f"{list(adapter.shapes[pair.b])} are for {pair.num_matrices} experts of "
+            f"{list(pair.weight_shape)}, {owner} of the base has {[list(s) for s in stacks]}; name "
+            "the base that this adapter was trained on"
+        )
 
 
 def _read_config(folder: Path) -> LoraConfig:
@@ -193,15 +216,17 @@ def _pair(
                 f"{path}: {found[partner]} has no lora_{factor} beside it; save the adapter again"
             )
     a, b = found["A"], found["B"]
-    r = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
+    r = _by_pattern(config.rank_pattern, module, config.r)
+    alpha = _by_pattern(config.alpha_pattern, module, config.lora_alpha)
+    num_matrices = 1
+    if config.target_parameters and len(shapes[a]) == 2 and shapes[a][0] % r == 0:
+        num_matrices = max(1, shapes[a][0] // r)  # PEFT stacks the factors of a module's experts
     for key, dim in ((a, 0), (b, 1)):
-        if len(shapes[key]) != 2 or shapes[key][dim] != r:
+        if len(shapes[key]) != 2 or shapes[key][dim] != r * num_matrices:
             raise ArtifactError(
                 f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
                 f"{_CONFIG}; a shard or another run's tensor was saved, save the adapter again"
             )
-    alpha_key = get_pattern_key(config.alpha_pattern.keys(), module)
-    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
     is_embedding = a.endswith(".lora_embedding_A")
     out_features, in_features = shapes[b][0], shapes[a][1]
     return FactorPair(
@@ -211,7 +236,14 @@ def _pair(
         is_embedding=is_embedding,
         scaling=alpha / math.sqrt(r) if config.use_rslora else alpha / r,
         weight_shape=(in_features, out_features) if is_embedding else (out_features, in_features),
+        num_matrices=num_matrices,
     )
+
+
+def _by_pattern(pattern: Mapping[str, int], module: str, usual: int) -> int:
+    """PEFT looks a module up by its name, or by its weight's where that was the target."""
+    keys = (get_pattern_key(pattern.keys(), name) for name in (module, f"{module}.weight"))
+    return next((pattern[key] for key in keys if key in pattern), usual)
 
 
 def _check_finite(adapter: AdapterFiles) -> None:

@@ -16,14 +16,14 @@ _UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
 }  # fmt: skip
 # The other ways to initialise change the base's weights as well (PiSSA, OLoRA, LoftQ, CorDA ...).
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_mergeable(adapter: AdapterFiles) -> None:
-    """Refuse what cannot be merged exactly.
+    """Refuse what cannot be merged exactly. A parameter that is one matrix is merged like a module.
 
     Raises:
         ArtifactError: If the config asks for more than LoRA, or a tensor is no factor of LoRA.
@@ -39,6 +39,13 @@ def check_mergeable(adapter: AdapterFiles) -> None:
                 f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged; "
                 "only plain LoRA is W + scaling * B @ A, use the adapter unmerged through peft"
             )
+    stacked = [pair.module for pair in adapter.pairs if pair.num_matrices > 1]
+    if stacked:
+        raise ArtifactError(
+            f"{adapter.folder}: adapts the experts {stacked[0]} and {len(stacked) - 1} more, which "
+            "cannot be merged file by file yet; merge with peft's merge_and_unload, or use the "
+            "adapter unmerged"
+        )
     if adapter.others:
         raise ArtifactError(
             f"{adapter.folder}: {adapter.others[0]} is no factor of LoRA, "
@@ -65,7 +72,8 @@ def name_mismatch(adapter: AdapterFiles, module: str, names: Collection[str]) ->
         return ArtifactError(f"{where}; name the base that this adapter was trained on")
     return ArtifactError(
         f"{where}; they hold {near}: their names carry another prefix than the model's modules; "
-        "load the base with transformers, save it with save_pretrained and merge into that"
+        "load the base with transformers, save it with save_pretrained(..., "
+        "save_original_format=False) and merge into that"
     )
 
 

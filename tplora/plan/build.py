@@ -41,6 +41,11 @@ class Plan:
         return next((layer for layer in self.layers if layer.name == name), None)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a stack of expert weights is adapted."""
+        return any(layer.num_matrices > 1 for layer in self.layers)
+
+    @property
     def base_dtype_bytes(self) -> int:
         """Bytes of one element of the base."""
         return {"float64": 8, "float32": 4}.get(self.base_dtype, 2)
@@ -179,12 +184,13 @@ def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
     problems = [f"{where}: {unproven}; use parallel.tp_size = 1"] if unproven else []
     problems += _style_problems(facts, where)
     if facts.are_heads_cut and not _divides_heads(facts, tp_size):
-        works = [
-            size for size in range(1, (facts.num_kv_heads or 1) + 1) if _divides_heads(facts, size)
-        ]
+        most = min((kv_heads for _, kv_heads in facts.heads), default=1)
+        works = [size for size in range(1, most + 1) if _divides_heads(facts, size)]
+        found = " or ".join(
+            f"{n} attention heads and {kv} key-value heads" for n, kv in facts.heads
+        )
         problems.append(
-            f"{where}: {facts.class_name} has {facts.num_heads} attention heads and "
-            f"{facts.num_kv_heads} key-value heads, which must divide; "
+            f"{where}: {facts.class_name} has {found}, which must divide; "
             f"use one of {', '.join(map(str, works))}"
         )
     if facts.attention_dropout > 0:
@@ -215,6 +221,4 @@ def _style_problems(facts: ModelFacts, where: str) -> list[str]:
 
 
 def _divides_heads(facts: ModelFacts, tp_size: int) -> bool:
-    return not any(
-        heads % tp_size for heads in (facts.num_heads, facts.num_kv_heads) if heads is not None
-    )
+    return not any(heads % tp_size or kv_heads % tp_size for heads, kv_heads in facts.heads)

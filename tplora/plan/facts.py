@@ -10,7 +10,7 @@ from torch import nn
 from tplora.upstream import expanded_tp_plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from tplora.plan.style import Kind
 
@@ -82,8 +82,8 @@ class ModelFacts:
     """Name and style of everything that transformers will cut or wrap."""
     foreign_styles: tuple[tuple[str, str | None], ...]
     """Where the plan is not the class's own, but one that somebody gave."""
-    num_heads: int | None
-    num_kv_heads: int | None
+    heads: tuple[tuple[int, int], ...]
+    """Attention heads and key-value heads, each pair that some layer has."""
     are_heads_cut: bool
     attention_dropout: float
     hidden_size: int
@@ -102,7 +102,6 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
     """Read the facts of a model whose parameters may be on the meta device."""
     config = model.config.get_text_config()
     styles, own = expanded_tp_plan(model), expanded_tp_plan(model, is_own=True)
-    heads = getattr(config, "num_attention_heads", None)
     return ModelFacts(
         class_name=type(model).__name__,
         model_type=model.config.model_type,
@@ -120,8 +119,7 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
             for name in sorted({*styles, *own})
             if styles.get(name) != own.get(name)
         ),
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        heads=_heads(config),
         are_heads_cut=any(
             style == "colwise" and name.rpartition(".")[2] in _HEAD_PROJECTIONS
             for name, style in styles.items()
@@ -149,6 +147,19 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
     )
+
+
+def _heads(config: PretrainedConfig) -> tuple[tuple[int, int], ...]:
+    """Head counts are a config's own or its layers', and those of sliding windows beside them."""
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    found = set()
+    for layer in layers:
+        for prefix in ("", "swa_"):
+            heads = getattr(layer, f"{prefix}num_attention_heads", None)
+            by_layer = getattr(layer, f"{prefix}num_attention_heads_per_layer", None) or [heads]
+            kv_heads = getattr(layer, f"{prefix}num_key_value_heads", None)
+            found |= {(one, kv_heads or one) for one in by_layer if one}
+    return tuple(sorted(found))
 
 
 def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[ParameterFacts, ...]:

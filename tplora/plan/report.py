@@ -42,14 +42,15 @@ def render_plan(plan: Plan) -> RenderableType:
     )
     table.add_column("module", overflow="fold")
     table.add_column("layers", justify="right")
-    for name in ("style", "W [out, in]", "A [r, in]", "B [out, r]"):
-        table.add_column(name, no_wrap=name != "style", overflow="fold")
+    table.add_column("style", max_width=10)  # a long name wraps, so that the module's need not
+    for name in ("W [out, in]", "A [r, in]", "B [out, r]"):
+        table.add_column(name, no_wrap=True, overflow="fold")
     for pattern, layers in groups.items():
         first = layers[0]
         table.add_row(
             pattern.removeprefix(common),
             str(len(layers)),
-            first.style or "whole",
+            (first.style or "whole").replace("_", " "),
             *(_shape(tensor, plan.tp_size) for tensor in (first.weight, first.a, first.b)),
         )
     facts = Table(show_header=False, box=None, pad_edge=False)

@@ -75,7 +75,7 @@ def run_finetune(recipe: Recipe, folder: Path) -> RunSummary:
             gc.collect()
     finally:
         leave_process_group()
-    return _finish(recipe, source, folder, processes, dtype)
+    return _finish(recipe, source, plan, folder, processes, dtype)
 
 
 class _Stage(ExitStack):
@@ -220,7 +220,12 @@ def _card_facts(recipe: Recipe, records: list[dict[str, float]]) -> dict[str, st
 
 
 def _finish(
-    recipe: Recipe, source: ModelSource, folder: Path, processes: Processes, dtype: torch.dtype
+    recipe: Recipe,
+    source: ModelSource,
+    plan: Plan,
+    folder: Path,
+    processes: Processes,
+    dtype: torch.dtype,
 ) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
     report = None
@@ -235,6 +240,7 @@ def _finish(
         adapter=folder / "adapter",
         first_eval_loss=losses[0] if losses else None,
         last_eval_loss=losses[-1] if losses else None,
+        can_merge=not plan.has_experts,
         verified_difference=None if report is None else report.max_abs_diff,
     )
 

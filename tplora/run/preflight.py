@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import SFTConfig
 
 from tplora.base.source import resolve_model
+from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
 from tplora.plan.lora import build_lora_config
 from tplora.recipe.schema import Recipe
@@ -37,9 +38,17 @@ def plan_recipe(
     trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
     lora = build_lora_config(recipe.lora, config, trust_remote_code=trust)
-    return build_plan(
+    plan = build_plan(
         config, lora, tp_size=tp_size, dtype=recipe.model.dtype, trust_remote_code=trust
     )
+    if recipe.export.merged and plan.has_experts:
+        raise PlanError(
+            [
+                "export.merged = true: adapters of expert weights cannot be merged file by file "
+                "yet; set export.merged = false and use the adapter, or merge it with peft"
+            ]
+        )
+    return plan
 
 
 def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:

@@ -15,6 +15,8 @@ class RunSummary:
     first_eval_loss: float | None
     """Before the first step; None when there was nothing to evaluate on."""
     last_eval_loss: float | None
+    can_merge: bool
+    """Whether base and adapter can be merged file by file."""
     verified_difference: float | None
     """Largest difference of a logit in plain PEFT; None when it was not looked at."""
 
@@ -31,8 +33,7 @@ class RunSummary:
 
     def next_commands(self) -> list[str]:
         """What to do with the adapter now."""
-        return [
-            f'tplora generate {self.run} "a prompt"',
-            f"tplora verify {self.run}",
-            f"tplora export {self.run} --merged {self.run / 'merged'}",
-        ]
+        commands = [f'tplora generate {self.run} "a prompt"', f"tplora verify {self.run}"]
+        if self.can_merge:
+            commands.append(f"tplora export {self.run} --merged {self.run / 'merged'}")
+        return commands
