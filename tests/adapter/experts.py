@@ -127,7 +127,7 @@ def plain_experts(case: Case) -> dict[str, lora.ParamWrapper]:
     return _wrap(case, Experts(case), build)
 
 
-def plan_of(case: Case, name: str, k: int = 0):
+def plan_of(case: Case, name: str, k: int = 0, *, tp_size: int = 2):
     is_gate_up = name == PARAMETERS[0]
     styles = ("packed_colwise", "rowwise")
     if case.is_transposed:
@@ -141,7 +141,7 @@ def plan_of(case: Case, name: str, k: int = 0):
         role="experts",
         is_transposed=case.is_transposed,
     )
-    return plan_parameter(facts, case.r + k, tp_size=2)
+    return plan_parameter(facts, case.r + k, tp_size=tp_size)
 
 
 class CutExperts:

@@ -1,0 +1,4 @@
+"""What adapting a stack of experts costs: tplora's ParamWrapper against plain PEFT's.
+
+python -m tests.benchmarks.experts
+"""
