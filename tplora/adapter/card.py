@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from peft import LoraConfig
 
 __all__ = ["card_text"]
+
+_NUMBER = re.compile(r"\.\d+\.")
 
 _CARD = """---
 library_name: peft
@@ -49,8 +52,8 @@ def card_text(
     """
     base = config.base_model_name_or_path or "its base model"
     modules = config.target_modules or ()
-    named = modules if isinstance(modules, str) else ", ".join(sorted(modules))
-    parameters = ", ".join(sorted(config.target_parameters or ()))
+    named = modules if isinstance(modules, str) else _without_layers(modules)
+    parameters = _without_layers(config.target_parameters or ())
     rows = {
         "base": f"`{base}`",
         "r": str(config.r),
@@ -67,6 +70,11 @@ def card_text(
         base_model=f"base_model: {base}\n" if _is_hub_id(base) else "",
         table=table,
     )
+
+
+def _without_layers(names: Iterable[str]) -> str:
+    """Each kind of name once; a saved config may spell out every layer."""
+    return ", ".join(sorted({_NUMBER.sub(".*.", name) for name in names}))
 
 
 def _is_hub_id(base: str) -> bool:

@@ -1,6 +1,9 @@
-"""The architectures that are exact when cut, as a table."""
+"""The architectures that are exact when cut, as tables."""
+
+from collections.abc import Mapping
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from tplora.errors import PlanError
@@ -9,8 +12,8 @@ from tplora.plan.architectures import Architecture, proven_architectures, proven
 __all__ = ["models_table"]
 
 
-def models_table(name: str = "") -> Table:
-    """Every architecture whose name has ``name`` in it, and the classes that hold one.
+def models_table(name: str = "") -> Group:
+    """Every exact architecture whose name has ``name`` in it, and the classes that hold one.
 
     Raises:
         PlanError: If there is none.
@@ -21,24 +24,32 @@ def models_table(name: str = "") -> Table:
         raise PlanError(
             [f"models: {name!r} is in no name of an architecture; see `tplora models` for all"]
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("model type", "at tp_size > 1", "proven at", "precision", "experts", "head"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("not adapted", overflow="fold")
+    return Group(*([_exact(rows)] if rows else []), *([_held(held)] if held else []))
+
+
+def _exact(rows: list[Architecture]) -> Table:
+    table = _table("model type", "proven at", "precision", "experts", "head", "not adapted")
     for row in rows:
-        table.add_row(*_cells(row))
-    for key, texts in held.items():
-        table.add_row(key, f"exact on rows of text, around {' or '.join(texts)}")
+        table.add_row(
+            row.model_type,
+            "tp " + ", ".join(map(str, row.tp_sizes)),
+            row.precision,
+            row.experts or "-",
+            row.head,
+            ", ".join(row.not_adapted) or "-",
+        )
     return table
 
 
-def _cells(row: Architecture) -> tuple[str, ...]:
-    return (
-        row.model_type,
-        "exact",
-        ", ".join(map(str, row.tp_sizes)),
-        row.precision,
-        row.experts or "-",
-        row.head,
-        ", ".join(row.not_adapted) or "-",
-    )
+def _held(held: Mapping[str, tuple[str, ...]]) -> Table:
+    table = _table("on rows of text", "text model")
+    for name, texts in held.items():
+        table.add_row(name, ", ".join(texts))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
