@@ -13,7 +13,7 @@ from tplora.adapter.attach import attach_adapter
 from tplora.adapter.config import attach_config, file_config
 from tplora.plan.build import build_plan
 from tplora.upstream import build_meta_model
-from tplora.upstream_keys import peft_file_keys
+from tplora.upstream.peft_keys import peft_file_keys
 
 # peft 0.21 applies patterns to parameters too, and looks among modules alone when it warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

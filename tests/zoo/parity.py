@@ -24,7 +24,7 @@ from tplora.base.load import check_shards, load_base
 from tplora.plan.build import build_plan
 from tplora.plan.facts import read_facts
 from tplora.upstream import build_meta_model, local_shard, peft_refusal
-from tplora.upstream_keys import peft_file_keys
+from tplora.upstream.peft_keys import peft_file_keys
 
 OPTIONS = {"dtype": torch.float64, "experts_implementation": "eager"}
 

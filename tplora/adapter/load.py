@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tplora.errors import ArtifactError
 from tplora.upstream import local_shard
-from tplora.upstream_keys import peft_file_keys
+from tplora.upstream.peft_keys import peft_file_keys
 
 if TYPE_CHECKING:
     from tplora.adapter.factor import Factor

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from tplora.errors import ArtifactError
-from tplora.upstream_keys import peft_file_keys
+from tplora.upstream.peft_keys import peft_file_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from tplora.base.towers import give_inputs_of_layers
 from tplora.collectives import reduce_partial, replicate_input, split_last_dim
 from tplora.errors import ShardError
 from tplora.upstream import MENDED_STYLES
-from tplora.upstream_base import (
+from tplora.upstream.loading import (
     fused_weights_read_by_piece,
     has_interleaved_experts,
     label_as_halves,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from tplora.errors import ShardError
 from tplora.upstream import local_shard
-from tplora.upstream_base import Conversions
+from tplora.upstream.loading import Conversions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
 from tplora.upstream import adapter_target_names, peft_moved_names, peft_refusal
-from tplora.upstream_keys import peft_file_keys
+from tplora.upstream.peft_keys import peft_file_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

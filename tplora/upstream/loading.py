@@ -1,7 +1,4 @@
-"""The private names of transformers and torch that are behind loading and mending a base.
-
-As in ``upstream.py``, each function says which version its private name was read in.
-"""
+"""Private names of transformers and torch: how a base is loaded, and what mending it takes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tplora.upstream import local_shard
+from tplora.upstream.dtensor import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

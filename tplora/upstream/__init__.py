@@ -1,0 +1,65 @@
+"""Every private name of torch, transformers, peft, accelerate and trl that tplora uses.
+
+Each function says which version its private name was read in. Public names are imported where they
+are used. When a new release moves one of these, this is the only folder that changes.
+"""
+
+from tplora.upstream.dtensor import (
+    local_shard,
+    placement_of,
+    queue_after_backward,
+)
+from tplora.upstream.models import (
+    MENDED_STYLES,
+    auto_class,
+    auto_class_of,
+    build_meta_model,
+    expanded_tp_plan,
+    grouped_mm,
+    own_forward,
+    tp_mesh,
+    transform_output,
+)
+from tplora.upstream.peft_layers import (
+    adapter_target_names,
+    lora_alpha_of,
+    lora_rank_of,
+    peft_moved_names,
+    peft_refusal,
+    peft_without_moved_names,
+    peft_without_tensor_parallelism,
+    register_lora_layers,
+    with_all_linear_named,
+)
+from tplora.upstream.trainers import (
+    CpuParallelismConfig,
+    trl_fused_head_settings,
+    trl_without_head_check,
+)
+
+__all__ = [
+    "MENDED_STYLES",
+    "CpuParallelismConfig",
+    "adapter_target_names",
+    "auto_class",
+    "auto_class_of",
+    "build_meta_model",
+    "expanded_tp_plan",
+    "grouped_mm",
+    "local_shard",
+    "lora_alpha_of",
+    "lora_rank_of",
+    "own_forward",
+    "peft_moved_names",
+    "peft_refusal",
+    "peft_without_moved_names",
+    "peft_without_tensor_parallelism",
+    "placement_of",
+    "queue_after_backward",
+    "register_lora_layers",
+    "tp_mesh",
+    "transform_output",
+    "trl_fused_head_settings",
+    "trl_without_head_check",
+    "with_all_linear_named",
+]

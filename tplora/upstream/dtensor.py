@@ -1,0 +1,52 @@
+"""Private names of torch: local pieces, strided placements, the end of a backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "local_shard",
+    "placement_of",
+    "queue_after_backward",
+]
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a DTensor, outside autograd; a plain tensor is its own piece.
+
+    ``DTensor._local_tensor`` (torch 2.11 to 2.14): ``to_local()`` would add a node to the graph and
+    costs ten times as much, once per factor and forward.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
+
+
+def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
+    """DTensor's word for a cut: on a dim that holds ``split_factor`` fused weights, or none.
+
+    ``_StridedShard`` (torch 2.11 to 2.14).
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if shard_dim is None:
+        return Replicate()
+    if split_factor == 1:
+        return Shard(shard_dim)
+    return _StridedShard(shard_dim, split_factor=split_factor)
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` once, when the backward pass that is running now has finished.
+
+    ``Variable._execution_engine.queue_callback`` (torch 2.11 to 2.14), as FSDP2 and DDP use it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
