@@ -127,7 +127,7 @@ def plan_layers(
         else:
             problems.append(problem)
     for name in targets.parameters:
-        problem = parameter_problem(parameters.get(name), name, lora, tp_size)
+        problem = parameter_problem(parameters.get(name), name, lora, facts, tp_size)
         if problem is None:
             r = lora_rank_of(lora, name)
             layers.append(plan_parameter(parameters[name], r, tp_size))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from tplora.upstream import expanded_tp_plan
+from tplora.upstream import expanded_tp_plan, experts_implementation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -85,6 +85,8 @@ class ModelFacts:
     heads: tuple[tuple[int, int], ...]
     """Attention heads and key-value heads, each pair that some layer has."""
     are_heads_cut: bool
+    experts_implementation: str | None
+    """The kernel that the experts run with, by transformers' name."""
     attention_dropout: float
     hidden_size: int
     vocab_size: int
@@ -124,6 +126,7 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
             style == "colwise" and name.rpartition(".")[2] in _HEAD_PROJECTIONS
             for name, style in styles.items()
         ),
+        experts_implementation=experts_implementation(model),
         attention_dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -16,12 +16,14 @@ from tplora.plan.style import STYLES
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from tplora.plan.facts import ParameterFacts
+    from tplora.plan.facts import ModelFacts, ParameterFacts
 
 __all__ = ["parameter_problem", "plan_parameter"]
 
 _ROLES = ("experts", "router", "linear", "head", "embedding")
-# What a module may do around a forward that uses its own cut parameters (transformers 5.24).
+# Kernels that multiply with what stands in W's place (transformers 5.24, integrations/moe.py).
+_EXPERT_KERNELS = (None, "eager", "batched_mm", "grouped_mm")
+# What a module may do around a forward that uses its own cut parameters.
 _EXPERT_STYLES = (None, "moe_tp_experts", "all_reduce")
 
 
@@ -43,7 +45,11 @@ def plan_parameter(parameter: ParameterFacts, r: int, tp_size: int) -> LayerPlan
 
 
 def parameter_problem(
-    parameter: ParameterFacts | None, name: str, lora: LoraConfig, tp_size: int
+    parameter: ParameterFacts | None,
+    name: str,
+    lora: LoraConfig,
+    facts: ModelFacts,
+    tp_size: int,
 ) -> str | None:
     """Why this parameter cannot be adapted exactly, or None."""
     where = f"lora.target_parameters: {name}"
@@ -57,6 +63,12 @@ def parameter_problem(
         return (
             f"{where} is adapted inside its module's forward, where peft has no dropout, and "
             f"lora.lora_dropout = {lora.lora_dropout}; set lora.lora_dropout = 0"
+        )
+    if parameter.role == "experts" and facts.experts_implementation not in _EXPERT_KERNELS:
+        return (
+            f"{where}: experts run by {facts.experts_implementation!r}, a kernel that reads the "
+            "weights itself and would leave the adapter out; load the model with "
+            'experts_implementation = "grouped_mm"'
         )
     if parameter.role == "experts" and parameter.is_transposed and parameter.shape[0] == 1:
         return f"{where} is a stack of one transposed expert, which peft adds wrongly; leave it out"

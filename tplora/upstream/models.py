@@ -19,6 +19,7 @@ __all__ = [
     "auto_class_of",
     "build_meta_model",
     "expanded_tp_plan",
+    "experts_implementation",
     "grouped_mm",
     "own_forward",
     "tp_mesh",
@@ -117,6 +118,16 @@ def expanded_tp_plan(model: PreTrainedModel, *, is_own: bool = False) -> dict[st
             setattr(model, name, plan)
     expanded: dict[str, str] = model._expand_parallel_plan(rules)
     return expanded
+
+
+def experts_implementation(model: PreTrainedModel) -> str | None:
+    """The kernel that a mixture of experts runs with; None where nothing was chosen.
+
+    ``config._experts_implementation`` (transformers 5.24, integrations/moe.py).
+    """
+    config = model.config.get_text_config(decoder=True)
+    chosen: str | None = getattr(config, "_experts_implementation", None)
+    return chosen
 
 
 def tp_mesh(model: PreTrainedModel) -> DeviceMesh | None:
