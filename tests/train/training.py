@@ -32,6 +32,7 @@ class Setup:
     num_rows: int = 17
     """17 rows in micro-batches of 2, two a step: the fifth step has one row in one micro-batch."""
     save_steps: int = 0
+    saves_weights_only: bool = True
 
 
 def token_rows(num_rows, *, seed=5):
@@ -83,7 +84,7 @@ def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
         "log_level": "error",
         "save_strategy": "steps" if setup.save_steps else "no",
         "save_steps": setup.save_steps or 500,
-        "save_only_model": True,
+        "save_only_model": setup.saves_weights_only,
         "eval_strategy": "steps" if setup.has_eval else "no",
         "eval_steps": setup.max_steps,
         "max_grad_norm": 0.05,

@@ -157,10 +157,20 @@ class Factor:
 
     def full(self) -> torch.Tensor:
         """The full factor. Collective when it is cut: one all-gather of its bytes."""
-        parameter = self.parameter
-        if isinstance(parameter, DTensor):
-            return parameter.full_tensor().detach()
-        return parameter.detach()
+        return self.full_of(self.parameter)
+
+    def full_of(self, like: torch.Tensor) -> torch.Tensor:
+        """A full tensor from this rank's piece, cut as the factor is: an optimizer's state."""
+        if self.mesh is None:
+            return like.detach()
+        placed = self._wrap_local(local_shard(like).detach(), is_partial=False)
+        return placed.full_tensor().detach()
+
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        """What ``full_of`` undoes: this rank's piece of a full tensor, placed as the factor is."""
+        if self.mesh is None:
+            return full.detach().clone()
+        return self._wrap_local(shard_full(full, self.plan, self.mesh), is_partial=False)
 
 
 def factors_of(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.model import TploraModel
 
-__all__ = ["gather_factors", "save_adapter"]
+__all__ = ["gather_factors", "raise_everywhere", "save_adapter", "write_adapter"]
 
 
 def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Tensor]:
@@ -72,11 +72,26 @@ def save_adapter(
     problem = ""
     if is_writer:
         try:
-            _check_factors(model, factors)
-            _write(model, Path(folder), factors, adapter_names)
+            write_adapter(model, folder, factors, adapter_names=adapter_names)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = f"{folder}: {error}"
-    _raise_everywhere(problem)
+    raise_everywhere(problem)
+
+
+def write_adapter(
+    model: TploraModel,
+    folder: str | Path,
+    factors: dict[str, torch.Tensor],
+    *,
+    adapter_names: Sequence[str] | None = None,
+) -> None:
+    """The writer's part of ``save_adapter``, over what ``gather_factors`` gave it.
+
+    Raises:
+        ArtifactError: If a factor is not finite or not whole; then nothing is written.
+    """
+    _check_factors(model, factors)
+    _write(model, Path(folder), factors, adapter_names)
 
 
 def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
@@ -142,8 +157,14 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _raise_everywhere(problem: str) -> None:
-    """Raise the writer's problem on every rank, and let none go on before the writer is done."""
+def raise_everywhere(problem: str) -> None:
+    """Raise the writer's problem on every rank, and let none go on before the writer is done.
+
+    Collective: every rank calls it; what the first rank gives counts, and "" is no problem.
+
+    Raises:
+        ArtifactError: The problem.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         told = [problem]
         dist.broadcast_object_list(told, src=0)

@@ -13,6 +13,7 @@ import torch
 from trl import SFTTrainer
 
 from tplora.train.agreement import check_finite, check_same_batch, check_same_replicas
+from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.head import install_fused_head
 from tplora.upstream import trl_without_head_check
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["TploraSFTTrainer"]
 
 
-class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
-    """Trl's supervised fine-tuning, over a tplora model.
+class TploraSFTTrainer(ResumesAtAnySize, SFTTrainer):  # type: ignore[misc]
+    """Trl's supervised fine-tuning, over a tplora model. Its checkpoints resume at any tp_size.
 
     Args:
         model: What ``attach_adapter`` returned.
@@ -49,7 +50,8 @@ class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
     def training_step(self, model: TploraModel, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
         """One micro-batch; first of its step, it is preceded by the proofs when they are due."""
         step: int = self.state.global_step
-        if step % self._check_every_steps == 0 and step != self._last_checked_step:
+        is_due = step % self._check_every_steps == 0 or self._last_checked_step < 0
+        if is_due and step != self._last_checked_step:
             self._last_checked_step = step
             check_same_batch(self._prepare_inputs(inputs), self._tp_group, step=step + 1)
             check_same_replicas(self.model, step=step)
@@ -68,7 +70,7 @@ class TploraSFTTrainer(SFTTrainer):  # type: ignore[misc]
         Trl divides a gathered count by tp_size, and loses tokens of a short last batch, of which
         accelerate drops what it takes for padding.
         """
-        before = int(self._total_train_tokens)  # type: ignore[has-type]
+        before = int(self._total_train_tokens)
         found = super().compute_loss(model, inputs, *args, **kw)
         if self.model.training and "attention_mask" in inputs:
             self._total_train_tokens = before + int(inputs["attention_mask"].sum())

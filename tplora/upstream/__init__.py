@@ -34,6 +34,10 @@ from tplora.upstream.peft_layers import (
 )
 from tplora.upstream.trainers import (
     CpuParallelismConfig,
+    load_rng_file,
+    note_callback_states,
+    remove_old_checkpoints,
+    trainer_that_resumes,
     trl_fused_head_settings,
     trl_without_head_check,
 )
@@ -48,9 +52,11 @@ __all__ = [
     "expanded_tp_plan",
     "experts_implementation",
     "grouped_mm",
+    "load_rng_file",
     "local_shard",
     "lora_alpha_of",
     "lora_rank_of",
+    "note_callback_states",
     "own_forward",
     "peft_moved_names",
     "peft_refusal",
@@ -59,7 +65,9 @@ __all__ = [
     "placement_of",
     "queue_after_backward",
     "register_lora_layers",
+    "remove_old_checkpoints",
     "tp_mesh",
+    "trainer_that_resumes",
     "transform_output",
     "trl_fused_head_settings",
     "trl_without_head_check",

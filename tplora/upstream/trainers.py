@@ -1,19 +1,25 @@
-"""Private names of trl and accelerate: the fused head, and checks that stand in the way."""
+"""Private names of transformers' Trainer, trl and accelerate: refusals in the way, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import ParallelismConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 __all__ = [
     "CpuParallelismConfig",
+    "load_rng_file",
+    "note_callback_states",
+    "remove_old_checkpoints",
+    "trainer_that_resumes",
     "trl_fused_head_settings",
     "trl_without_head_check",
 ]
@@ -62,3 +68,62 @@ def trl_without_head_check(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         del model.get_output_embeddings
+
+
+@contextlib.contextmanager
+def trainer_that_resumes(args: TrainingArguments | None) -> Iterator[None]:
+    """Trainer is built, though it saves more than the weights of a model that is cut.
+
+    ``Trainer.__init__`` (transformers 5.24, trainer.py:632) refuses that by ``save_only_model``,
+    because its own way of saving the optimizer would keep one rank's pieces. Ours does not.
+    """
+    if args is None or args.save_only_model:
+        yield
+        return
+    args.save_only_model = True
+    try:
+        yield
+    finally:
+        args.save_only_model = False
+
+
+def note_callback_states(trainer: Trainer) -> None:
+    """Put the states of callbacks that have one into ``trainer.state``, as a checkpoint has them.
+
+    The middle of ``Trainer._save_checkpoint`` (transformers 5.24).
+    """
+    from transformers.trainer_callback import ExportableState
+
+    states: dict[str, Any] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    single = {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+    trainer.state.stateful_callbacks |= single
+
+
+def remove_old_checkpoints(trainer: Trainer, folder: Path) -> None:
+    """Keep ``save_total_limit`` checkpoints, the newest and the best among them.
+
+    ``rotate_checkpoints`` (transformers 5.24, trainer_utils.py).
+    """
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(
+        output_dir=str(folder),
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+
+
+def load_rng_file(path: Path) -> dict[str, Any]:
+    """The states of the random generators that Trainer saves; numpy's needs a few names allowed.
+
+    ``safe_globals`` (transformers 5.24, trainer_pt_utils.py).
+    """
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return states

@@ -1,0 +1,230 @@
+"""A trainer's own checkpoints, made whole under tensor parallelism: resumable at any tp_size.
+
+    factors, optimizer state: gathered, one tensor at a time -> the writer -> a folder, at once
+    a folder -> every rank takes its pieces of what is whole; nothing is sent
+
+The files are transformers' own with full tensors in them, so a plain Trainer in one process resumes
+them, and this resumes a plain one's. What a plain one lacks lies in ``trainer_state.json``, where
+states of callbacks lie: how many forwards have drawn dropout masks, and trl's count of tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tplora.adapter.load import load_factors
+from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
+from tplora.errors import ArtifactError, TrainError
+from tplora.files import written_aside
+from tplora.train.checkpoint_files import (
+    OPTIMIZER,
+    RNG,
+    SCHEDULER,
+    STATE,
+    check_checkpoint,
+    check_same_adapter,
+    find_last_checkpoint,
+    load_plain_file,
+)
+from tplora.train.optimizer_state import (
+    check_finite_state,
+    cut_optimizer_state,
+    gather_optimizer_state,
+)
+from tplora.upstream import (
+    load_rng_file,
+    note_callback_states,
+    remove_old_checkpoints,
+    trainer_that_resumes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tplora.adapter.factor import Factor
+
+__all__ = ["ResumesAtAnySize"]
+
+_OURS = "tplora"
+"""The name under which our part of the state lies."""
+
+
+class ResumesAtAnySize:
+    """Put before any ``Trainer`` whose model is a ``TploraModel``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with trainer_that_resumes(kwargs.get("args")):
+            super().__init__(*args, **kwargs)
+
+    def last_checkpoint(self: Any, say: Callable[[str], None] = lambda line: None) -> Path | None:
+        """The last whole checkpoint of the output folder. Collective: the first rank looks."""
+        folder = Path(self.args.output_dir)
+        found: Path | None = _on_first_rank(lambda: find_last_checkpoint(folder, say=say))
+        return found
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; True resumes the last checkpoint that is whole.
+
+        Raises:
+            ArtifactError: If the checkpoint is damaged, of another adapter, or not there.
+        """
+        if resume_from_checkpoint is True:
+            found = self.last_checkpoint()
+            if found is None:
+                raise ArtifactError(
+                    f"{self.args.output_dir}: has no checkpoint to resume; train without resuming"
+                )
+            resume_from_checkpoint = str(found)
+        parent: Any = super()
+        return parent.train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def _all_factors(self: Any) -> list[Factor]:
+        return [
+            factor
+            for adapter in self.model.peft_config
+            for factor in self.model.factors(adapter).values()
+        ]
+
+    # ---- saving
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """Write ``checkpoint-STEP``, whole or not at all. Collective.
+
+        Raises:
+            ArtifactError: On every rank, if a number is not finite or nothing can be written.
+        """
+        run = Path(self._get_output_dir(trial=trial))
+        target = run / f"checkpoint-{self.state.global_step}"
+        self.store_flos()
+        is_writer = self.is_world_process_zero()
+        factors = gather_factors(self.model, is_writer=is_writer)
+        state = {}
+        if not self.args.save_only_model:
+            state = gather_optimizer_state(self.optimizer, self._all_factors(), is_writer=is_writer)
+        self._note_best(run, target)
+        problem = ""
+        if is_writer:
+            try:
+                with written_aside(target, overwrite=True) as aside:
+                    self._write_checkpoint(aside, factors, state)
+                remove_old_checkpoints(self, run)
+            except Exception as error:  # whatever it is, the other ranks wait to be told
+                problem = f"{target}: {error}".replace(f"{target}: {target}", str(target))
+        raise_everywhere(problem)
+
+    def _note_best(self: Any, run: Path, target: Path) -> None:
+        if self.state.best_global_step:
+            best = run / f"checkpoint-{self.state.best_global_step}"
+            if best == target or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _write_checkpoint(self: Any, folder: Path, factors: Any, state: Any) -> None:
+        """One rank, no communication."""
+        write_adapter(self.model, folder, factors)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        if state:
+            check_finite_state(state, self._all_factors(), self.optimizer)
+            torch.save(state, folder / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            torch.save(_rng_states(), folder / RNG)
+            self._save_scaler(str(folder))
+        note_callback_states(self)
+        self.state.stateful_callbacks[_OURS] = {
+            "num_forwards": self.model.forward_seed.num_forwards,
+            "num_tokens": int(getattr(self, "_total_train_tokens", 0)),
+        }
+        self.state.save_to_json(str(folder / STATE))
+
+    # ---- resuming
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Fill the factors; the first rank has read all of the folder before. Collective."""
+        folder = Path(resume_from_checkpoint)
+        _on_first_rank(lambda: check_checkpoint(folder))
+        for adapter, config in self.model.peft_config.items():
+            place = folder if adapter == "default" else folder / adapter
+            check_same_adapter(place, config)
+            load_factors(self.model, place, adapter_name=adapter)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        self._take_progress(folder)
+        state = cut_optimizer_state(
+            load_plain_file(folder / OPTIMIZER),
+            self.optimizer,
+            self._all_factors(),
+            where=str(folder / OPTIMIZER),
+        )
+        self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(load_plain_file(folder / SCHEDULER))
+
+    def _take_progress(self: Any, folder: Path) -> None:
+        step, last = self.state.global_step, self.state.max_steps
+        if step > last:
+            raise TrainError(
+                f"{folder}: is of step {step}, past the end of this run, step {last}; resume an "
+                "earlier checkpoint, or train for longer"
+            )
+        # The trainer keeps the checkpoint's, and only warns that they are not the arguments'.
+        self.state.compute_steps(self.args, last)
+        ours = self.state.stateful_callbacks.get(_OURS, {})
+        guessed = step * self.args.gradient_accumulation_steps  # a plain trainer counts none
+        self.model.forward_seed.num_forwards = ours.get("num_forwards", guessed)
+        self._total_train_tokens = ours.get("num_tokens", 0)
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        """The same states on every rank: the ranks of a tp group are one process."""
+        if checkpoint is None:
+            return
+        states = load_rng_file(Path(checkpoint) / RNG)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.random.set_rng_state(states["cpu"])
+        if torch.cuda.is_available() and "cuda" in states:
+            found = states["cuda"]
+            torch.cuda.set_rng_state(found[0] if isinstance(found, list) else found)
+
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, which would add a step to a checkpoint of the last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        parent: Any = super()
+        return parent._run_epoch(*args, **kwargs)
+
+
+def _rng_states() -> dict[str, Any]:
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _on_first_rank(look: Callable[[], Any]) -> Any:
+    """What the first rank finds, on every rank; its error, too. Collective."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if is_alone:
+        return look()
+    told: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = look()
+        except ArtifactError as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0)
+    if told[1]:
+        raise ArtifactError(told[1])
+    return told[0]
