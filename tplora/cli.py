@@ -80,6 +80,12 @@ def finetune(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the folder's last checkpoint, at any parallel.tp_size."
+        ),
+    ] = False,
     prepared: Annotated[bool, typer.Option("--prepared", hidden=True)] = False,
 ) -> None:
     """Train an adapter: on every GPU, or on the CPU.
@@ -90,18 +96,24 @@ def finetune(
     from tplora.launch.launcher import check_world_size
     from tplora.mesh import current_processes
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import finetune_from_here, prepare, train
+    from tplora.terminal.steps import finetune_from_here, prepare_rank, train
 
+    if resume and overwrite:
+        raise typer.BadParameter(
+            "keeps the run that --overwrite would replace", param_hint="--resume"
+        )
     asked = read_recipe(recipe, set_ or [])
     folder = output or Path("runs") / asked.name
     processes = current_processes()
     if not processes.is_launched:
-        finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite)
+        finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite, resume=resume)
         return
     check_world_size(processes.world_size, asked.parallel.tp_size)
-    if processes.rank == 0 and not prepared:
-        prepare(asked, folder, tp_size=processes.world_size, overwrite=overwrite)
-    train(asked, folder, rank=processes.rank)
+    rank, size = processes.rank, processes.world_size
+    if prepared or prepare_rank(
+        asked, folder, rank=rank, tp_size=size, overwrite=overwrite, resume=resume
+    ):
+        train(asked, folder, rank=rank, resume=resume)
 
 
 @app.command()

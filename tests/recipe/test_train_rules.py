@@ -69,7 +69,6 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ('optim = "adafactor"', "needs one of adamw_torch, adamw_torch_fused, sgd"),
         ("report_to = [1]", "needs text in quotes, or a list of text in quotes"),
         ('train_sampling_strategy = "batch_rebalance"', "different batches"),
-        ('save_strategy = "steps"', "needs save_only_model = true beside it"),
         ("save_steps = 5", 'no effect while save_strategy is "no"'),
         ('output_dir = "there"', "comes from --output"),
         ("assistant_only_loss = false", "it is a key of [data]"),
@@ -79,7 +78,7 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ('deepspeed = "ds.json"', "the mesh is built from [parallel]"),
         ('fsdp = "full_shard"', "the mesh is built from [parallel]"),
         ("push_to_hub = true", "upload its adapter folder afterwards"),
-        ('resume_from_checkpoint = "x"', "resuming is not supported yet"),
+        ('resume_from_checkpoint = "x"', "tplora finetune RECIPE --resume"),
         ("torch_compile = true", "is not checked"),
         ("model_init_kwargs = { a = 1 }", "move them there"),
         ("dataloader_prefetch_factor = 2", "needs dataloader_num_workers"),
@@ -101,7 +100,8 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     "line",
     ["packing = false", "bf16 = false", 'optim = "sgd"', 'report_to = ["none"]', "tf32 = true",
-     'save_strategy = "steps"\nsave_only_model = true', "learning_rate = 1", "max_grad_norm = 0",
+     'save_strategy = "steps"\nsave_only_model = true', 'save_strategy = "epoch"',
+     "learning_rate = 1", "max_grad_norm = 0",
      "warmup_steps = 0.1", "lr_scheduler_kwargs = { num_cycles = 2 }", "logging_steps = 0.1"],
 )  # fmt: skip
 def test_a_train_key_that_can_be_done_is_kept_as_given(tmp_path: Path, line: str) -> None:

@@ -12,7 +12,7 @@ from tplora.recipe.wording import Places, say_problem
 __all__ = ["ALLOWED_OPTIMIZERS", "REFUSED_KEYS", "find_train_problems"]
 
 _HUB = "a run stays on this machine; upload its adapter folder afterwards"
-_RESUME = "resuming is not supported yet; leave it out"
+_RESUME = "a run goes on with: tplora finetune RECIPE --resume; leave it out"
 _LAUNCH = "the processes and their devices are settled when they start; leave it out"
 _FSDP = "the mesh is built from [parallel]; leave it out"
 _KERNEL = "replaces the code of layers that are cut across ranks and is not checked; leave it out"
@@ -46,10 +46,10 @@ REFUSED_KEYS: Mapping[str, str] = {
     "ddp_broadcast_buffers": _LAUNCH,
     "ddp_static_graph": _LAUNCH,
     "resume_from_checkpoint": _RESUME,
-    "ignore_data_skip": _RESUME,
-    "restore_callback_states_from_checkpoint": _RESUME,
-    "load_best_model_at_end": _RESUME,
-    "enable_jit_checkpoint": _RESUME,
+    "ignore_data_skip": "a resumed run would train on the same rows again; leave it out",
+    "restore_callback_states_from_checkpoint": "no callback of a run has a state; leave it out",
+    "load_best_model_at_end": _UNCHECKED,
+    "enable_jit_checkpoint": _UNCHECKED,
     "save_on_each_node": "one rank writes, the others give it their factors; leave it out",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
@@ -178,11 +178,7 @@ def _say_number(key: str, value: float) -> str | None:
 
 
 def _save_problems(train: Mapping[str, Any], places: Places) -> Iterator[str]:
-    saves = train.get("save_strategy", "no")
-    if saves != "no" and train.get("save_only_model") is not True:
-        message = 'needs save_only_model = true beside it, or "no": resuming is not supported yet'
-        yield say_problem(["train", "save_strategy"], message, places=places, value=saves)
-    if saves == "no":
+    if train.get("save_strategy", "no") == "no":
         for key in ("save_steps", "save_total_limit"):
             if key in train:
                 message = (

@@ -27,7 +27,7 @@ from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
 from tplora.plan.lora import build_lora_config
 from tplora.plan.report import plan_text
-from tplora.run.folder import PROBE
+from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
 from tplora.train.metrics import MetricsCallback, read_metrics
@@ -49,14 +49,15 @@ if TYPE_CHECKING:
 __all__ = ["run_finetune"]
 
 
-def run_finetune(recipe: Recipe, folder: Path) -> RunSummary:
+def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSummary:
     """Train ``recipe`` and leave the run in ``folder``.
 
     Collective: every rank of the world calls it; the first rank writes and shows.
 
     Args:
         recipe: A checked recipe.
-        folder: The run's folder, cleared or new.
+        folder: The run's folder, cleared or new; of a run that is resumed, as it was left.
+        resume: Whether to go on from the folder's last whole checkpoint, at any tp_size.
 
     Raises:
         TploraError: Whatever stops the run, on every rank; nothing half-written is left.
@@ -64,7 +65,7 @@ def run_finetune(recipe: Recipe, folder: Path) -> RunSummary:
     processes = current_processes()
     device = join_process_group(processes)
     try:
-        with _Stage(folder, is_writer=processes.rank == 0) as stage:
+        with _Stage(folder, is_writer=processes.rank == 0, resume=resume) as stage:
             source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
             plan = plan_recipe(recipe, tp_size=processes.world_size)
             _write_intent(stage, recipe, plan)
@@ -81,13 +82,14 @@ def run_finetune(recipe: Recipe, folder: Path) -> RunSummary:
 class _Stage(ExitStack):
     """Where one rank writes and shows: the first one does, the others do neither."""
 
-    def __init__(self, folder: Path, *, is_writer: bool) -> None:
+    def __init__(self, folder: Path, *, is_writer: bool, resume: bool) -> None:
         super().__init__()
-        self.folder, self.is_writer = folder, is_writer
+        self.folder, self.is_writer, self.resume = folder, is_writer, resume
         self.consoles: list[Console] = []
         if is_writer:
             folder.mkdir(parents=True, exist_ok=True)
-            log = self.enter_context((folder / "log.txt").open("w", encoding="utf-8"))
+            mode = "a" if resume else "w"
+            log = self.enter_context((folder / "log.txt").open(mode, encoding="utf-8"))
             self.consoles = [Console(), Console(file=log, width=120, force_terminal=False)]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
@@ -105,6 +107,8 @@ class _Stage(ExitStack):
 
 def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
     if stage.is_writer:
+        if stage.resume:
+            drop_the_end(stage.folder)
         write_text_aside(stage.folder / "recipe.toml", recipe.to_toml(), overwrite=True)
         write_text_aside(stage.folder / "plan.txt", plan_text(plan), overwrite=True)
 
@@ -120,7 +124,7 @@ def _train(
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
     model = _load(recipe, source, plan, device)
-    args = _training_arguments(recipe, model, stage.folder, device)
+    args = _training_arguments(recipe, model, stage, device)
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(
         model=model,
@@ -139,7 +143,7 @@ def _train(
         ],
     )
     trainer.pop_callback(PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=_find_checkpoint(trainer, stage))
     record_probe(
         model,
         choose_probe_rows(row["input_ids"] for row in _probe_rows(rows)),
@@ -147,6 +151,17 @@ def _train(
         is_writer=stage.is_writer,
     )
     return model, tokenizer
+
+
+def _find_checkpoint(trainer: TploraSFTTrainer, stage: _Stage) -> str | None:
+    """Where a resumed run goes on. Collective: the first rank looks."""
+    if not stage.resume:
+        return None
+    found = trainer.last_checkpoint(say=stage.say)
+    if found is None:
+        raise ArtifactError(f"{stage.folder}: has no checkpoint to resume; start it again")
+    stage.say(f"resumed from {found}")
+    return str(found)
 
 
 def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -180,12 +195,15 @@ def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
 
 
 def _training_arguments(
-    recipe: Recipe, model: TploraModel, folder: Path, device: torch.device
+    recipe: Recipe, model: TploraModel, stage: _Stage, device: torch.device
 ) -> SFTConfig:
-    defaults = {"report_to": "none"}
+    # What was evaluated before the first step is not evaluated before a later one.
+    settings = (
+        {"report_to": "none"} | recipe.train | ({"eval_on_start": False} if stage.resume else {})
+    )
     return SFTConfig(
-        **(defaults | recipe.train),
-        output_dir=str(folder),
+        **settings,
+        output_dir=str(stage.folder),
         parallelism_config=parallelism_config(model),
         use_cpu=device.type == "cpu",
         disable_tqdm=True,

@@ -6,7 +6,14 @@ from pathlib import Path
 from tplora.errors import ArtifactError
 from tplora.files import check_writable
 
-__all__ = ["LOGS", "PROBE", "check_run_folder", "clear_run_folder", "find_adapter"]
+__all__ = [
+    "LOGS",
+    "PROBE",
+    "check_run_folder",
+    "clear_run_folder",
+    "drop_the_end",
+    "find_adapter",
+]
 
 LOGS = "logs"
 """The ranks' own output, left by a run that failed before it had anything to keep, too."""
@@ -16,7 +23,9 @@ PROBE = "probe.safetensors"
 
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, "merged", LOGS)  # fmt: skip
+        "log.txt", PROBE, "merged", LOGS, ".checkpoint-*.aside-*")  # fmt: skip
+# Of these, what is written once training is over; and what a killed run left in the making.
+_END = ("adapter", "loss.png", PROBE, "merged", ".checkpoint-*.aside-*")
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:
@@ -39,11 +48,12 @@ def check_run_folder(folder: Path, *, overwrite: bool) -> None:
 
 def clear_run_folder(folder: Path) -> None:
     """Remove what an earlier run left in ``folder``; what else lies there stays."""
-    for path in _own_files(folder):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    _remove(_own_files(folder))
+
+
+def drop_the_end(folder: Path) -> None:
+    """Remove what says that the run in ``folder`` is over: it goes on, and will write it anew."""
+    _remove(_own_files(folder, _END))
 
 
 def find_adapter(run: Path) -> Path:
@@ -61,5 +71,13 @@ def find_adapter(run: Path) -> Path:
     )
 
 
-def _own_files(folder: Path) -> list[Path]:
-    return [path for pattern in _OWN for path in folder.glob(pattern)]
+def _own_files(folder: Path, patterns: tuple[str, ...] = _OWN) -> list[Path]:
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

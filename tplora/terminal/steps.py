@@ -11,28 +11,54 @@ if TYPE_CHECKING:
 
     from tplora.recipe.schema import Recipe
 
-__all__ = ["finetune_from_here", "planned_tp_size", "prepare", "show_plan", "start_ranks", "train"]
+__all__ = [
+    "finetune_from_here",
+    "planned_tp_size",
+    "prepare_rank",
+    "show_plan",
+    "start_ranks",
+    "train",
+]
 
 
 def finetune_from_here(
-    recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool
+    recipe: Recipe, folder: Path, *, overrides: list[str], overwrite: bool, resume: bool
 ) -> None:
     """The parent's part: everything that can go wrong early, then the ranks."""
     from tplora.launch.launcher import count_gpus, default_num_processes
     from tplora.run.folder import LOGS
 
     num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
-    prepare(recipe, folder, tp_size=num_processes, overwrite=overwrite)
+    if not prepare_rank(
+        recipe, folder, rank=0, tp_size=num_processes, overwrite=overwrite, resume=resume
+    ):
+        return
     if num_processes == 1:
-        train(recipe, folder, rank=0)
+        train(recipe, folder, rank=0, resume=resume)
         return
     argv = ["finetune", str(recipe.path), "--output", str(folder), "--prepared"]
+    argv += ["--resume"] if resume else []
     for override in overrides:
         argv += ["--set", override]
     start_ranks(argv, num_processes, log_folder=folder / LOGS)
 
 
-def prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
+def prepare_rank(
+    recipe: Recipe, folder: Path, *, rank: int, tp_size: int, overwrite: bool, resume: bool
+) -> bool:
+    """What comes before training: the first rank prepares; each sees whether anything is to do.
+
+    Returns:
+        False if the run that was to be resumed is complete.
+    """
+    if resume:
+        return _prepare_resume(recipe, folder, tp_size=tp_size, is_shown=rank == 0)
+    if rank == 0:
+        _prepare(recipe, folder, tp_size=tp_size, overwrite=overwrite)
+    return True
+
+
+def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
     """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
     from tplora.run.folder import check_run_folder, clear_run_folder
 
@@ -41,11 +67,28 @@ def prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> N
     clear_run_folder(folder)
 
 
-def train(recipe: Recipe, folder: Path, *, rank: int) -> None:
+def _prepare_resume(recipe: Recipe, folder: Path, *, tp_size: int, is_shown: bool) -> bool:
+    """Check that the run can go on and show its plan; touches nothing."""
+    from tplora.run.resume import find_resume
+
+    tell = say if is_shown else _say_nothing
+    if find_resume(recipe, folder, say=tell) is None:
+        tell(f"{folder}: this run is complete; its adapter is {folder / 'adapter'}")
+        return False
+    if is_shown:
+        show_plan(recipe, tp_size=tp_size)
+    return True
+
+
+def _say_nothing(_message: str) -> None:
+    """Of ranks that others speak for."""
+
+
+def train(recipe: Recipe, folder: Path, *, rank: int, resume: bool) -> None:
     """Run the recipe in this process, one of the ranks; the first one shows what came of it."""
     from tplora.run.finetune import run_finetune
 
-    summary = run_finetune(recipe, folder)
+    summary = run_finetune(recipe, folder, resume=resume)
     if rank == 0:
         show_table(summary.rows())
         say("\n" + "\n".join(summary.next_commands()))

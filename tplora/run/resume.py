@@ -1,0 +1,114 @@
+"""Before a run goes on: whether it is the same run, whether anything is left to do, and from where.
+
+Looks only; what an earlier end of the run left is removed when the ranks have met.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+from tplora.errors import ArtifactError, RecipeError
+from tplora.recipe.toml import dump_value
+from tplora.train.checkpoint_files import find_last_checkpoint, read_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from tplora.recipe.schema import Recipe
+
+__all__ = ["find_resume"]
+
+_END = ("train.max_steps", "train.num_train_epochs")
+# What may differ from the run that is resumed: how far it goes, what it writes, over how many
+# ranks. Nothing here changes a step. A name that ends in _ or . stands for all that begin with it.
+_MAY_CHANGE = (
+    *_END, "train.save_", "train.logging_steps", "train.eval_", "parallel.tp_size",
+    "parallel.check_every_steps", "export.",
+)  # fmt: skip
+
+
+def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint from which the run in ``folder`` goes on; None if the run is complete.
+
+    Args:
+        recipe: As it is now.
+        folder: The run's folder.
+        say: Called with one line for each checkpoint that is damaged and passed over.
+
+    Raises:
+        RecipeError: If the recipe is no longer that of the run: a line for each key, was and is.
+        ArtifactError: If there is no run, or nothing to go on from.
+    """
+    changed = _changed_keys(recipe, folder)
+    problems = [line for key, line in changed.items() if not _may_change(key)]
+    if problems:
+        raise RecipeError(problems)
+    if _is_complete(recipe, folder) and not set(changed) & set(_END):
+        return None
+    checkpoint = find_last_checkpoint(folder, say=say)
+    if checkpoint is None:
+        raise ArtifactError(
+            f"{folder}: has no checkpoint to resume; start again with --overwrite, and with "
+            'train.save_strategy = "steps" in the recipe'
+        )
+    _check_not_past(recipe, checkpoint)
+    return checkpoint
+
+
+def _is_complete(recipe: Recipe, folder: Path) -> bool:
+    """The adapter is the last thing that training writes."""
+    has_merged = (folder / "merged").is_dir() or not recipe.export.merged
+    return (folder / "adapter" / "adapter_config.json").is_file() and has_merged
+
+
+def _changed_keys(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """Every key that differs from the run's, with the line that says how."""
+    was, now = _read_run_recipe(folder / "recipe.toml"), tomllib.loads(recipe.to_toml())
+    before, after = _flat(was), _flat(now)
+    return {
+        key: f"{key}: was {_say(before, key)}, is {_say(after, key)}; a run that is resumed keeps "
+        f"it: put it back, or start another run with --output"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def _read_run_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{path.parent}: holds no run to resume; start it without --resume"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: cannot be read ({error}); the recipe of the run is needed to resume it"
+        ) from None
+
+
+def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
+
+
+def _say(values: Mapping[str, Any], key: str) -> str:
+    return dump_value(values[key]) if key in values else "left out"
+
+
+def _may_change(key: str) -> bool:
+    return any(key.startswith(name) if name[-1] in "_." else key == name for name in _MAY_CHANGE)
+
+
+def _check_not_past(recipe: Recipe, checkpoint: Path) -> None:
+    state = read_state(checkpoint)
+    for key, reached in (("max_steps", "global_step"), ("num_train_epochs", "epoch")):
+        end = recipe.train.get(key)
+        is_end = end is not None and (key == "max_steps" or "max_steps" not in recipe.train)
+        if is_end and state.get(reached, 0) > end:
+            raise ArtifactError(
+                f"{checkpoint}: has trained {state[reached]:g}, past train.{key} = {end}; raise "
+                "it, or move the checkpoint away to go on from an earlier one"
+            )
