@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.zoo.build import VOCAB
+from tests.zoo.double import Double
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.config import file_config
 from tplora.adapter.dropout import ForwardSeed
@@ -167,12 +168,13 @@ class Pair:
 
 def deviations(path: str, tp_size: int, vocab: int = VOCAB) -> dict[str, tuple[float, str]]:
     """The largest relative difference of each kind, and where it was."""
-    pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)))
-    data = batches(vocab)
-    pair.compare_base(data[1])
-    pair.draw_factors()
-    pair.train(data)
-    pair.compare_file(data[1])
+    with Double():
+        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)))
+        data = batches(vocab)
+        pair.compare_base(data[1])
+        pair.draw_factors()
+        pair.train(data)
+        pair.compare_file(data[1])
     return pair.worst
 
 

@@ -24,9 +24,9 @@ from tplora.upstream import build_meta_model
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, PAGE = ROOT / "tplora/plan/proven.json", ROOT / "docs/models.md"
 FLOAT64 = 1e-9
-"""Largest relative difference of a model that computes in float64 throughout."""
+"""Largest relative difference where weights and factors are float64, all of them."""
 FLOAT32 = {"later gradient": 1e-4, "factor": 1e-4}
-"""Of one that computes parts in float32: after a step, parameters differ by rounding already."""
+"""Where some weights stay float32: after a step, parameters differ by rounding already."""
 FLOAT32_FIRST = 1e-5
 AT_FOUR = (
     "apertus", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2",
@@ -111,8 +111,9 @@ embedding, head, router and stack of experts, at the tp sizes named, and held to
 process: loss, every gradient, three AdamW steps, the saved adapter read back by plain PEFT, the
 merged model; with padding, with an odd batch, with ranks that were seeded differently.
 
-- **precision**: `float64` models were equal to 1e-9. `float32` ones compute parts in float32
-  whatever the dtype of their weights, and were equal to 1e-5 at equal parameters.
+- **precision**: what the comparison was made in. `float64`: everything, also what the model's code
+  casts to float32, and equal to 1e-9. `float32`: transformers keeps the router's weights in
+  float32, and so are their factors; equal to 1e-5 at equal parameters.
 - **experts**: the weights of the experts are `cut`, or `whole` on every rank.
 - **head**: the output embedding is `cut` on the vocabulary, or `whole`.
 - **not adapted**: layers that peft refuses to adapt, or could not read back, in one process too.

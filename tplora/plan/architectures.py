@@ -24,7 +24,7 @@ class Architecture:
 
     model_type: str
     precision: str
-    """"float64": equal to 1e-9; "float32": the model computes parts in float32, equal to 1e-5."""
+    """"float64": equal to 1e-9; "float32": the router stays in float32, equal to 1e-5."""
     experts: str | None
     """"cut" or "whole" on every rank; None without expert weights."""
     head: str
