@@ -167,6 +167,15 @@ def test_a_checkpoint_of_the_last_step_adds_no_step(world_of, run_at, checkpoint
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+def test_a_logged_mean_is_of_the_steps_on_both_sides_of_the_resume(
+    world_of, run_at, checkpoint, tmp_path
+):
+    setup = replace(SETUP, logging_steps=2, save_steps=3)
+    wanted, folder = run_at(2, setup)
+    args = (checkpoint("llama", **CUT), tmp_path, setup, folder / "checkpoint-3")
+    _assert_same(world_of(2).run(_run, *args)[0], wanted, is_exact=True)
+
+
 def test_what_the_arguments_say_of_saving_holds_over_what_the_checkpoint_says(
     world_of, run_at, checkpoint, tmp_path
 ):

@@ -33,6 +33,7 @@ class Setup:
     """17 rows in micro-batches of 2, two a step: the fifth step has one row in one micro-batch."""
     save_steps: int = 0
     saves_weights_only: bool = True
+    logging_steps: int = 1
 
 
 def token_rows(num_rows, *, seed=5):
@@ -76,7 +77,7 @@ def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": setup.accumulation,
         "learning_rate": setup.learning_rate,
-        "logging_steps": 1,
+        "logging_steps": setup.logging_steps,
         "use_cpu": True,
         "bf16": False,
         "report_to": [],

@@ -167,10 +167,14 @@ class Factor:
         return placed.full_tensor().detach()
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        """What ``full_of`` undoes: this rank's piece of a full tensor, placed as the factor is."""
+        """What ``full_of`` undoes: this rank's piece of a full tensor, placed as the factor is.
+
+        Only the piece goes to the factor's device.
+        """
         if self.mesh is None:
-            return full.detach().clone()
-        return self._wrap_local(shard_full(full, self.plan, self.mesh), is_partial=False)
+            return full.detach().to(self.parameter.device, copy=True)
+        piece = shard_full(full, self.plan, self.mesh).to(self.parameter.device)
+        return self._wrap_local(piece, is_partial=False)
 
 
 def factors_of(

@@ -5,7 +5,8 @@
 
 The files are transformers' own with full tensors in them, so a plain Trainer in one process resumes
 them, and this resumes a plain one's. What a plain one lacks lies in ``trainer_state.json``, where
-states of callbacks lie: how many forwards have drawn dropout masks, and trl's count of tokens.
+states of callbacks lie: how many forwards have drawn dropout masks, and what was measured since the
+last logged step.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ _OURS = "tplora"
 
 class ResumesAtAnySize:
     """Put before any ``Trainer`` whose model is a ``TploraModel``."""
+
+    _resumed: dict[str, Any] | None = None
+    """Our part of the checkpoint's state, until training begins."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with trainer_that_resumes(kwargs.get("args")):
@@ -136,11 +140,19 @@ class ResumesAtAnySize:
             torch.save(_rng_states(), folder / RNG)
             self._save_scaler(str(folder))
         note_callback_states(self)
-        self.state.stateful_callbacks[_OURS] = {
+        self.state.stateful_callbacks[_OURS] = self._progress()
+        self.state.save_to_json(str(folder / STATE))
+
+    def _progress(self: Any) -> dict[str, Any]:
+        """What a plain trainer forgets: it would draw masks, count and average from here anew."""
+        measured = getattr(self, "_metrics", {}).get("train", {})
+        return {
             "num_forwards": self.model.forward_seed.num_forwards,
             "num_tokens": int(getattr(self, "_total_train_tokens", 0)),
+            "last_logged": self._globalstep_last_logged,
+            "loss_since": float(self._tr_loss),
+            "measured_since": {key: [float(x) for x in found] for key, found in measured.items()},
         }
-        self.state.save_to_json(str(folder / STATE))
 
     # ---- resuming
 
@@ -180,6 +192,7 @@ class ResumesAtAnySize:
         guessed = step * self.args.gradient_accumulation_steps  # a plain trainer counts none
         self.model.forward_seed.num_forwards = ours.get("num_forwards", guessed)
         self._total_train_tokens = ours.get("num_tokens", 0)
+        self._resumed = ours
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         """The same states on every rank: the ranks of a tp group are one process."""
@@ -194,10 +207,20 @@ class ResumesAtAnySize:
             torch.cuda.set_rng_state(found[0] if isinstance(found, list) else found)
 
     def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's, which would add a step to a checkpoint of the last one."""
+        """The trainer's, which would add a step to a checkpoint of the last one.
+
+        What was measured since the last logged step is put back here: the trainer has just set it
+        to zero.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
+        if self._resumed:
+            self._tr_loss += self._resumed["loss_since"]
+            self._globalstep_last_logged = self._resumed["last_logged"]
+            for key, found in self._resumed["measured_since"].items():
+                self._metrics["train"][key] = found
+            self._resumed = None
         parent: Any = super()
         return parent._run_epoch(*args, **kwargs)
 

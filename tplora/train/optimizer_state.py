@@ -100,7 +100,7 @@ def _piece(value: Any, owner: Factor, where: str) -> Any:
             f"{where}: the state of {owner.name} has shape {tuple(value.shape)}, the factor has "
             f"{owner.plan.shape}; resume with the adapter that was trained"
         )
-    return owner.piece_of(value.to(owner.parameter.device))
+    return owner.piece_of(value)
 
 
 def _check_groups(saved: Any, own: Any, where: str) -> None:
