@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -183,6 +184,12 @@ def test_what_the_arguments_say_of_saving_holds_over_what_the_checkpoint_says(
     resumed = run_at(1)[1] / "checkpoint-3"
     world_of(1).run(_run, checkpoint("llama", **CUT), tmp_path, setup, resumed)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "load_best_model_at_end"])
+def test_what_is_not_done_with_checkpoints_is_refused_by_name(name):
+    with pytest.raises(TrainError, match=f"train.{name} = true"):
+        ResumesAtAnySize(args=SimpleNamespace(**{name: True}))
 
 
 # ---- what is broken

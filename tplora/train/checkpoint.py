@@ -48,6 +48,8 @@ from tplora.upstream import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import TrainingArguments
+
     from tplora.adapter.factor import Factor
 
 __all__ = ["ResumesAtAnySize"]
@@ -57,12 +59,17 @@ _OURS = "tplora"
 
 
 class ResumesAtAnySize:
-    """Put before any ``Trainer`` whose model is a ``TploraModel``."""
+    """Put before any ``Trainer`` whose model is a ``TploraModel``.
+
+    Raises:
+        TrainError: If the arguments ask for what is not done with these checkpoints.
+    """
 
     _resumed: dict[str, Any] | None = None
     """Our part of the checkpoint's state, until training begins."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check_arguments(kwargs.get("args"))
         with trainer_that_resumes(kwargs.get("args")):
             super().__init__(*args, **kwargs)
 
@@ -223,6 +230,15 @@ class ResumesAtAnySize:
             self._resumed = None
         parent: Any = super()
         return parent._run_epoch(*args, **kwargs)
+
+
+def _check_arguments(args: TrainingArguments | None) -> None:
+    for name in ("push_to_hub", "load_best_model_at_end"):
+        if getattr(args, name, False):
+            raise TrainError(
+                f"train.{name} = true: is not done with checkpoints of a model that is cut; set it "
+                "to false, and take the checkpoint's folder afterwards"
+            )
 
 
 def _rng_states() -> dict[str, Any]:
