@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tplora.cli import app
-from tplora.errors import ArtifactError, LaunchError, RecipeError
+from tplora.errors import ArtifactError, LaunchError, PlanError, RecipeError
 from tplora.launch.failure import format_traceback
 from tplora.launch.launcher import launch
 from tplora.run.folder import check_run_folder, clear_run_folder, find_adapter
 from tplora.run.summary import RunSummary
+from tplora.terminal.models import models_table
 from tplora.terminal.report import environment_report
 from tplora.terminal.shipped import copy_recipe, list_recipes
 from tplora.terminal.show import show_error
@@ -135,16 +137,26 @@ def test_an_adapter_is_found_in_a_run_or_by_itself(tmp_path):
 
 
 def test_a_summary_says_what_there_is_and_what_comes_next():
-    facts = {"run": Path("runs/x"), "adapter": Path("runs/x/adapter")}
+    facts = {"run": Path("runs/x"), "adapter": Path("runs/x/adapter"), "can_merge": True}
     nothing = {"first_eval_loss": None, "last_eval_loss": None, "verified_difference": None}
     assert RunSummary(**facts, **nothing).rows() == [("adapter", "runs/x/adapter")]
     known = {"first_eval_loss": 2.5, "last_eval_loss": 1.25, "verified_difference": 3.1e-6}
     rows = dict(RunSummary(**facts, **known).rows())
     assert rows["eval loss"] == "2.5000 -> 1.2500"
     assert "3.1e-06" in rows["verified"]
-    for command in RunSummary(**facts, **known).next_commands():
-        name = command.split()[1]
-        assert _run(name, "--help").exit_code == 0
+    commands = RunSummary(**facts, **known).next_commands()
+    assert [command.split()[1] for command in commands] == ["generate", "verify", "export"]
+    for command in commands:
+        assert _run(command.split()[1], "--help").exit_code == 0
+    experts = RunSummary(**facts | {"can_merge": False}, **known)
+    assert not any("export" in command for command in experts.next_commands())
+
+
+def test_models_are_listed_and_a_name_in_none_of_them_is_an_error():
+    shown = _run("models", "llama4_text").stdout
+    assert re.search(r"llama4_text +tp 2, 4 +float64 +cut +cut", shown)
+    with pytest.raises(PlanError, match="'nonsense' is in no name"):
+        models_table("nonsense")
 
 
 def _shelf(folder: Path) -> Path:

@@ -30,7 +30,7 @@ ALLOWED = {
     "dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns",
     "train_sampling_strategy", "length_column_name", "skip_memory_metrics", "dataset_num_proc",
     "eos_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of",
-    "completion_only_loss", "loss_type", "pad_token",
+    "completion_only_loss", "loss_type", "pad_token", "router_aux_loss_coef",
 }  # fmt: skip
 
 

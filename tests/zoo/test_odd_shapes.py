@@ -28,7 +28,7 @@ FFN = {"intermediate_size": 129}
 CASES = {
     (2, "gemma3_text"): (259, FFN),  # tied
     (2, "mixtral"): (127, {"intermediate_size": 33}),
-    (3, "llama"): (127, THREE | FFN),
+    (3, "llama"): (127, THREE | FFN | {"hidden_size": 96}),  # it wants whole heads
     (3, "qwen2"): (259, THREE | FFN | {"tie_word_embeddings": True}),
     (3, "qwen3_moe"): (259, THREE | FFN | {"moe_intermediate_size": 33, "num_experts": 5}),
     (3, "deepseek_v3"): (127, {"num_attention_heads": 6, "num_key_value_heads": 6}),
