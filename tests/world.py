@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 
 # A fork server that has imported the slow modules once makes a new world cheap.
@@ -115,6 +116,8 @@ def _serve(rank: int, size: int, store: str, conn: Connection) -> None:
         except BaseException:  # pytest.fail and SystemExit are failures of the rank as well
             answer = (True, traceback.format_exc())
         conn.send_bytes(pickle.dumps(answer))
+        if size > 1:
+            _drop_groups()
 
 
 def _join(rank: int, size: int, store: str) -> None:
@@ -129,3 +132,14 @@ def _join(rank: int, size: int, store: str) -> None:
         world_size=size,
         timeout=timedelta(seconds=60),
     )
+
+
+def _drop_groups() -> None:
+    """End the groups that a job's meshes made: each holds threads that poll, for as long as it is.
+
+    A hundred jobs later they would take all of the processor.
+    """
+    dist.barrier()  # a peer may still be reading from one of them
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
