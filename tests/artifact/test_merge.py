@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
+from tests.zoo.build import build_model
 from tplora.artifact import delta, merge, tensor_file
 from tplora.artifact.merge import merge_adapter
 from tplora.errors import ArtifactError
@@ -192,7 +193,6 @@ def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' cannot be merged"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices = .* cannot be merged"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out = True cannot be merged"),
-        ({"target_parameters": ["x"]}, "target_parameters = .* cannot be merged"),
     ],
 )
 def test_more_than_plain_lora_is_refused_by_the_fields_name(bases, tmp_path, config, said):
@@ -201,6 +201,31 @@ def test_more_than_plain_lora_is_refused_by_the_fields_name(bases, tmp_path, con
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with pytest.raises(ArtifactError, match=said):
         merge_adapter(str(bases["one file"]), adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_parameter_that_is_one_matrix_is_merged_like_a_module(bases, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    base = bases["one file"]
+    adapter = write_adapter(
+        base, tmp_path / "adapter", target_modules=[], target_parameters=[name], r=3
+    )
+    merge_adapter(str(base), adapter, tmp_path / "out")
+    wanted = load_adapted(base, adapter).merge_and_unload().get_parameter(name)
+    found = load_file(tmp_path / "out" / "model.safetensors")[name]
+    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-6)
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path):
+    build_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    adapter = write_adapter(
+        tmp_path / "base",
+        tmp_path / "adapter",
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    with pytest.raises(ArtifactError, match=r"adapts the experts model\.layers\.0\.mlp\.experts"):
+        merge_adapter(str(tmp_path / "base"), adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
