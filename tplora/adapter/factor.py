@@ -8,7 +8,7 @@ dispatched in either. Its gradient becomes the parameter's in ``gradients.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tplora.plan.layer import LayerPlan
     from tplora.plan.style import FactorPlan
 
-__all__ = ["Factor", "delta_like", "factors_of", "shard_full"]
+__all__ = ["Factor", "delta_like", "factors_of", "factors_of_linears", "shard_full"]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
@@ -191,3 +192,19 @@ def factors_of(
             "with model.add_adapter or model.load_adapter"
         )
     return factors[adapter_name]
+
+
+def factors_of_linears(
+    layer: Any, adapter_name: str, prefix: str, plan: LayerPlan
+) -> tuple[Factor, Factor]:
+    """A and B that PEFT holds as the weights of two linears, ``lora_A`` and ``lora_B``."""
+    a, b = (
+        Factor(
+            f"{prefix}.{key}.{adapter_name}.weight",
+            (getattr(layer, key)[adapter_name], "weight"),
+            factor_plan,
+            layer.mesh,
+        )
+        for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
+    )
+    return a, b

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor, delta_like, factors_of
+from tplora.adapter.factor import Factor, delta_like, factors_of, factors_of_linears
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.upstream import local_shard, transform_output
 
@@ -79,17 +79,8 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         self, adapter_name: str, prefix: str, plan: LayerPlan
     ) -> tuple[Factor, Factor]:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
-        a, b = (
-            Factor(
-                f"{prefix}.{key}.{adapter_name}.weight",
-                (getattr(self, key)[adapter_name], "weight"),
-                factor_plan,
-                self.mesh,
-            )
-            for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
-        )
-        self.factors[adapter_name] = (a, b)
-        return a, b
+        self.factors[adapter_name] = factors_of_linears(self, adapter_name, prefix, plan)
+        return self.factors[adapter_name]
 
     def add_delta(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``result + sum over active adapters of scaling * dropout(x) A^T B^T``, in result's dtype.

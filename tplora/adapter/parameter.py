@@ -13,7 +13,7 @@ from peft.tuners import lora
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tplora.adapter.factor import Factor, delta_like, factors_of
+from tplora.adapter.factor import Factor, delta_like, factors_of, factors_of_linears
 from tplora.adapter.low_rank import LowRankSum
 from tplora.collectives import gather_last_dim
 from tplora.upstream import local_shard, own_forward
@@ -77,17 +77,8 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         self, adapter_name: str, prefix: str, plan: LayerPlan
     ) -> tuple[Factor, Factor]:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
-        a, b = (
-            Factor(
-                f"{prefix}.{key}.{adapter_name}.weight",
-                (getattr(self, key)[adapter_name], "weight"),
-                factor_plan,
-                self.mesh,
-            )
-            for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
-        )
-        self.factors[adapter_name] = (a, b)
-        return a, b
+        self.factors[adapter_name] = factors_of_linears(self, adapter_name, prefix, plan)
+        return self.factors[adapter_name]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with W and its delta in W's place."""
