@@ -5,9 +5,12 @@ from transformers import AutoConfig
 
 from tests.communication import count_collectives
 from tests.models import CUT, batches, load, lora
+from tests.zoo.build import build_model
 from tplora.plan.build import build_plan
 from tplora.plan.cost import CollectiveCount, base_bytes, factor_bytes
 from tplora.plan.cost import count_collectives as predict
+from tplora.plan.lora import expert_parameters
+from tplora.plan.report import plan_text
 from tplora.upstream import local_shard
 
 pytestmark = pytest.mark.world
@@ -80,6 +83,27 @@ def test_the_count_is_right_whichever_layers_share_an_input(world2, checkpoint, 
 def test_one_process_communicates_nothing(checkpoint, name):
     plan = _plan(checkpoint(name, **CUT), lora(), 1)
     assert predict(plan) == CollectiveCount(forward=0, backward=0, bucket=0)
+
+
+def _bytes(path, config):
+    model = load(path, config)
+    sizes = [(p.requires_grad, local_shard(p).nbytes) for p in model.parameters()]
+    return [sum(size for is_factor, size in sizes if is_factor is kind) for kind in (False, True)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "aria_text"])
+def test_bytes_of_experts_are_right_and_their_collectives_are_not_guessed(
+    world2, model_type, tmp_path
+):
+    build_model(model_type).save_pretrained(tmp_path)
+    experts = expert_parameters(AutoConfig.from_pretrained(tmp_path))
+    config = lora(target_parameters=experts)
+    plan = _plan(tmp_path, config, 2)
+    assert predict(plan) is None
+    assert "not counted" in plan_text(plan)
+    for rank, (base, factors) in enumerate(world2.run(_bytes, str(tmp_path), config)):
+        assert base == base_bytes(plan, rank, bytes_per_element=8)
+        assert factors == factor_bytes(plan, rank, bytes_per_element=8)
 
 
 def test_ranks_together_hold_the_adapter_once_and_its_replicas_again(checkpoint):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tplora.plan.style import STYLES, Style, TensorPlan
+from tplora.plan.style import AROUND_EXPERTS, STYLES, Style, TensorPlan
 
 if TYPE_CHECKING:
     from tplora.plan.build import Plan
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CollectiveCount", "base_bytes", "count_collectives", "factor_bytes"]
 
 _WHOLE = Style(weight_shard_dim=None)
+_UNCOUNTED = AROUND_EXPERTS | {"mla_kv_a_proj"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,10 @@ def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int
     )
 
 
-def count_collectives(plan: Plan) -> CollectiveCount:
-    """Collectives of one step, head and embedding included.
+def count_collectives(plan: Plan) -> CollectiveCount | None:
+    """Collectives of one step, head and embedding included; None where that is not known.
+
+    It is not where a style communicates by what its module is given, as those around experts do.
 
     Adapted column-parallel layers that read one tensor share the reduction of its gradient; those
     that transformers runs reduce their own. Nothing flows back to where nothing is trained: a layer
@@ -70,7 +73,9 @@ def count_collectives(plan: Plan) -> CollectiveCount:
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
-    adapted = {layer.name for layer in plan.layers}
+    if any(style in _UNCOUNTED for _, style in plan.facts.styles):
+        return None
+    adapted = {layer.module_name for layer in plan.layers}
     forward = backward = 0
     is_trained_below = False
     for group in _in_order(plan.facts.modules):

@@ -143,8 +143,12 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "collectives per step",
-                f"forward {count.forward}, backward {count.backward}, and {count.bucket} bucket of "
-                "partial gradients per optimizer step; the adapter adds none to the base's",
+                "not counted for this kind of model; the adapter adds none to the base's but one "
+                "bucket of partial gradients per optimizer step"
+                if count is None
+                else f"forward {count.forward}, backward {count.backward}, and {count.bucket} "
+                "bucket of partial gradients per optimizer step; the adapter adds none to the "
+                "base's",
             )
         )
     return rows
