@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.zoo.build import build_model, tiny_config
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.load import load_factors
 from tplora.plan.build import build_plan
 from tplora.upstream import build_meta_model
 from tplora.upstream.peft_keys import peft_file_keys
@@ -124,3 +125,17 @@ def test_keys_of_a_dense_model_stay():
     assert peft_file_keys(model, LoraConfig(target_modules=["x"]), keys) == dict(
         zip(keys, keys, strict=True)
     )
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "qwen3"])
+def test_a_linear_named_by_its_parameter_is_attached_saved_and_attached_again(model_type, tmp_path):
+    asked = LoraConfig(r=2, target_modules=[], target_parameters=["layers.0.mlp.up_proj.weight"])
+    first = attach_adapter(build_model(model_type), asked)
+    first.save_pretrained(tmp_path)
+    saved = LoraConfig.from_pretrained(tmp_path)
+    again = attach_adapter(build_model(model_type), saved)
+    load_factors(again, tmp_path)
+    plain = PeftModel.from_pretrained(build_model(model_type), tmp_path)
+    names = {name for name, _ in plain.named_parameters() if "lora_" in name}
+    assert set(again.factors()) == set(first.factors()) == names
+    assert len(names) == 2

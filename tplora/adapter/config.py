@@ -29,7 +29,7 @@ __all__ = ["attach_config", "file_config"]
 def attach_config(config: LoraConfig, layers: Iterable[LayerPlan]) -> LoraConfig:
     """A copy of ``config`` that names exactly ``layers``, each by the way it is adapted."""
     layers = tuple(layers)
-    if not any(layer.kind == "parameter" for layer in layers):
+    if not config.target_parameters and all(layer.kind != "parameter" for layer in layers):
         return copy.copy(config)
     return _named(
         config,
@@ -49,7 +49,8 @@ def file_config(
         for layer in layers
         if layer.kind != "parameter" and layer.name.rpartition(".")[2] in moved
     ]
-    is_special = at_risk or any(layer.kind == "parameter" for layer in layers)
+    is_by_parameter = any(layer.kind == "parameter" for layer in layers)
+    is_special = at_risk or is_by_parameter or config.target_parameters
     if not is_special and not (moved and isinstance(config.target_modules, str)):
         return with_all_linear_named(config, model)
     safe = [layer for layer in layers if layer.kind != "parameter" and layer not in at_risk]

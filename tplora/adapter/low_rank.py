@@ -74,7 +74,7 @@ class LowRankSum:
         """One expert, or one per entry of ``index``."""
         is_table = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 1
         if self.weight.ndim < 3 or is_table or isinstance(index, (tuple, bool)):
-            raise _unknown(f"an index {index!r}")
+            raise _cannot(f"be indexed by {index!r}")
         if isinstance(index, int) or (isinstance(index, torch.Tensor) and index.ndim == 0):
             return self._expert(int(index))
         return self._each(lambda one: one[index])
@@ -94,7 +94,7 @@ class LowRankSum:
         """``(W + L R)^T = W^T + R^T L^T``, of the last two dims only."""
         ndim = self.weight.ndim
         if {dim0 % ndim, dim1 % ndim} != {ndim - 2, ndim - 1}:
-            raise _unknown(f"transpose({dim0}, {dim1})")
+            raise _cannot(f"be transposed by {dim0}, {dim1}")
         return LowRankSum(self.weight.mT, self.right.mT, self.left.mT)
 
     def t(self) -> LowRankSum:
@@ -115,7 +115,7 @@ class LowRankSum:
         """A matrix as a stack of equal groups of its rows, ``[groups, m / groups, n]``."""
         groups, rows = shape[0], self.weight.shape[0]
         if self.weight.ndim != 2 or len(shape) != 3 or shape[2] != self.weight.shape[1]:
-            raise _unknown(f"view{shape}")
+            raise _cannot(f"be viewed as {shape}")
         left = self.left.view(groups, rows // groups, -1)
         return LowRankSum(self.weight.view(*shape), left, self.right.expand(groups, -1, -1))
 
@@ -143,6 +143,12 @@ def _unknown(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"the model's code applies {name} to an adapted weight, which is not known to be "
         "linear; leave that parameter out of lora.target_parameters"
+    )
+
+
+def _cannot(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"an adapted weight cannot {what}; leave that parameter out of lora.target_parameters"
     )
 
 

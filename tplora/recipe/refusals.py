@@ -10,9 +10,7 @@ __all__ = ["REFUSED", "REFUSED_TABLES"]
 _SIZES = "not supported yet; leave it out: processes that are not tensor-parallel are the next step"
 _QUANTIZED = "not supported yet: the base is held in `model.dtype`; leave it out"
 _OWN_MESH = "the mesh is built from [parallel]; leave it out"
-_EXPERTS = (
-    "not supported yet: every rank holds a piece of each expert; leave it out"
-)
+_EXPERTS = "not supported yet: every rank holds a piece of each expert; leave it out"
 _PLAN = "the plan comes from the model's own tensor-parallel plan; leave it out"
 
 REFUSED_TABLES: Mapping[str, str] = {
