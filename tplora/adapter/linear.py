@@ -18,8 +18,11 @@ from peft.tuners import lora
 from torch import nn
 
 from tplora.adapter.factor import Factor, delta_like, factors_of, factors_of_linears
+from tplora.base.quantized_product import local_bias, multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
+from tplora.errors import PlanError
 from tplora.upstream import local_shard, transform_output
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +37,12 @@ __all__ = [
     "RowParallelLoraLinear",
     "TploraLinear",
 ]
+
+
+_NO_MERGE = (
+    "merge: the base is quantised, and what is merged would be rounded anew; merge the saved "
+    "adapter into the unquantised base with `tplora export`"
+)
 
 
 class TploraLinear(lora.Linear):  # type: ignore[misc]
@@ -99,9 +108,23 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         return result.to(dtype)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """``scaling * B A``, placed as W is; PEFT merges it. No communication."""
+        """``scaling * B A``, placed as W is; PEFT merges it. No communication.
+
+        Raises:
+            PlanError: If W is quantised: it would be rounded anew, to another model.
+        """
+        if is_quantized_linear(self.get_base_layer()):
+            raise PlanError([_NO_MERGE])
         a, b = (factor.local() for factor in factors_of(self.factors, adapter))
         return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])
+
+    def base_product(self, x: torch.Tensor, *, adds_bias: bool = True) -> torch.Tensor:
+        """This rank's ``x W^T``, and the bias where it is not added later. No communication."""
+        base = self.get_base_layer()
+        if is_quantized_linear(base):
+            return multiply(base, x, local_bias(base) if adds_bias else None)
+        weight, bias = self.base_shards()
+        return F.linear(x, weight, bias if adds_bias else None)
 
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's pieces of W and of the bias."""
@@ -136,8 +159,7 @@ class ReplicatedLoraLinear(TploraLinear):
             return self.add_delta(self.base_layer(x, *args, **kwargs), x)
         assert self.mesh is not None
         assert self.plan.style is not None
-        weight, bias = self.base_shards()
-        y = self.add_delta(F.linear(x, weight, bias), x)
+        y = self.add_delta(self.base_product(x), x)
         return transform_output(self.plan.style, self.get_base_layer(), y, self.mesh)
 
 
@@ -166,8 +188,7 @@ class ColumnParallelLoraLinear(TploraLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Base and adapter on this rank's output features."""
         x = self.shared_input(x)
-        weight, bias = self.base_shards()
-        y = self.add_delta(F.linear(x, weight, bias), x)
+        y = self.add_delta(self.base_product(x), x)
         if self.plan.gathers_output:
             return gather_last_dim(y, self.plan.weight.shape[0], self.group)
         return y
@@ -199,6 +220,6 @@ class RowParallelLoraLinear(TploraLinear):
         """Base and adapter on this rank's input features, summed over ranks."""
         if self.plan.splits_input:
             x = split_last_dim(x, self.group)
-        weight, bias = self.base_shards()
-        y = reduce_partial(self.add_delta(F.linear(x, weight), x), self.group)
-        return y if bias is None else y + bias
+        y = reduce_partial(self.add_delta(self.base_product(x, adds_bias=False), x), self.group)
+        bias = local_bias(self.get_base_layer())
+        return y if bias is None else y + bias.to(y.dtype)

@@ -8,9 +8,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
 from tplora.base.mends import mend_loaded, mended_while_loading
+from tplora.base.quantized import check_quantized, check_quantized_shard, quantizing_shards
+from tplora.base.quantized_product import hold_exact
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +55,22 @@ def load_base(
     if tp_size > 1:
         model = _load_cut(path, tp_size, from_pretrained)
     else:
-        auto = auto_class_of(path, **from_pretrained)
-        model = auto.from_pretrained(path, **from_pretrained)
-        if device is not None:
-            model.to(device)
+        model = _load_whole(path, device, from_pretrained)
     model.requires_grad_(requires_grad=False)
+    return model
+
+
+def _load_whole(
+    path: str, device: torch.device | None, from_pretrained: dict[str, Any]
+) -> PreTrainedModel:
+    auto = auto_class_of(path, **from_pretrained)
+    if from_pretrained.get("quantization_config") is not None:
+        # Weights are quantised on their way to the device; they would not fit it before.
+        from_pretrained |= {"device_map": {"": device or "cpu"}}
+    model: PreTrainedModel = auto.from_pretrained(path, **from_pretrained)
+    if device is not None:
+        model.to(device)
+    hold_exact(model, None)
     return model
 
 
@@ -64,7 +78,7 @@ def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTr
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
-    with mended_while_loading(config, tp_size) as styles:
+    with mended_while_loading(config, tp_size) as styles, quantizing_shards():
         model: PreTrainedModel = auto_class(config).from_pretrained(
             path,
             distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
@@ -76,6 +90,8 @@ def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTr
         raise ShardError(
             f"parallel.tp_size = {tp_size}: transformers cut the model into {found}; report this"
         )
+    check_quantized(model)
+    hold_exact(model, mesh)
     mend_loaded(model, mesh.get_group())
     check_against_checkpoint(model, path, from_pretrained, mesh.get_group())
     return model
@@ -89,7 +105,12 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
     """
     for layer in plan.layers:
         leaf = layer.name if layer.kind == "parameter" else f"{layer.name}.weight"
-        _check_weight(layer, leaf, model.get_parameter(leaf), plan.tp_size)
+        module: Any = model.get_submodule(layer.module_name)
+        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        if is_quantized_linear(module):
+            check_quantized_shard(leaf, module, layer.weight, plan.tp_size)
+        else:
+            _check_weight(layer, leaf, model.get_parameter(leaf), plan.tp_size)
 
 
 def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: int) -> None:

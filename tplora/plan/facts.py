@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from tplora.upstream import expanded_tp_plan, experts_implementation
+from tplora.upstream.quantization import full_linear_shape, is_quantized_linear
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -137,7 +138,7 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
     kind: Kind | None = None
     has_plain_forward = False
     if isinstance(module, nn.Linear):
-        kind, has_plain_forward = "linear", type(module).forward is nn.Linear.forward
+        kind, has_plain_forward = "linear", _is_plain_linear(module)
     elif isinstance(module, nn.Embedding):
         is_plain = type(module).forward is nn.Embedding.forward
         kind, has_plain_forward = "embedding", is_plain or hasattr(module, "embed_scale")
@@ -146,10 +147,24 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         type_name=type(module).__name__,
         kind=kind,
         style=style,
-        weight_shape=tuple(map(int, module.weight.shape)),  # type: ignore[arg-type]
+        weight_shape=_weight_shape(module, "weight"),
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
     )
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a linear only multiplies; one of bitsandbytes does, by a weight that it unpacks."""
+    return is_quantized_linear(module) or (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    )
+
+
+def _weight_shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
+    """In full, also of a quantised weight, whose own shape is another."""
+    if leaf == "weight" and is_quantized_linear(module):
+        return full_linear_shape(module)
+    return tuple(map(int, module.get_parameter(leaf).shape))
 
 
 def _heads(config: PretrainedConfig) -> tuple[tuple[int, int], ...]:
@@ -178,7 +193,7 @@ def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[Paramet
             found.append(
                 ParameterFacts(
                     name=name,
-                    shape=tuple(map(int, parameter.shape)),
+                    shape=_weight_shape(module, leaf),
                     style=styles.get(name),
                     module_style=styles.get(module_name),
                     role="head" if module is head else _role(module_name, module, leaf, parameter),
@@ -190,6 +205,8 @@ def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[Paramet
 
 def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
     last = module_name.rpartition(".")[2]
+    if is_quantized_linear(module):
+        return "linear" if leaf == "weight" else "other"
     if parameter.ndim == 3:
         is_stack = "experts" in last and not isinstance(module, nn.Conv1d)
         return "experts" if is_stack else "other"
@@ -204,7 +221,6 @@ def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Paramete
 
 def _is_router(last: str, module: nn.Module) -> bool:
     """Whether a module chooses experts: a class of its own, whose forward returns the choice."""
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return not is_plain and (
+    return not _is_plain_linear(module) and (
         last in ("gate", "router") or "router" in type(module).__name__.lower()
     )
