@@ -38,22 +38,34 @@ def quantizing_shards() -> Iterator[None]:
     """While open, what transformers loads cut and quantised is made of exact pieces.
 
     Collective while a model loads: every rank quantises the same weights in the same order.
+
+    Raises:
+        ShardError: Naming the first weight that could not be made.
     """
+    problems: list[str] = []
+    try:
+        with quantized_by(_quantize, _cut, lambda name, error: problems.append(f"{name}: {error}")):
+            yield
+    except RuntimeError as error:  # in which transformers says that it has logged something
+        if not problems:
+            raise
+        raise ShardError(
+            f"{problems[0]}; the checkpoint is damaged or of another form; take a whole copy of it"
+        ) from error
 
-    def quantize(
-        module: nn.Module, leaf: str, piece: torch.Tensor, config: BitsAndBytesConfig
-    ) -> nn.Parameter:
-        from tplora.base.quantized_shard import quantize_shard  # noqa: PLC0415  (bitsandbytes)
 
-        return quantize_shard(module, piece, _take_place(module, leaf), config)
+def _quantize(
+    module: nn.Module, leaf: str, piece: torch.Tensor, config: BitsAndBytesConfig
+) -> nn.Parameter:
+    from tplora.base.quantized_shard import quantize_shard  # noqa: PLC0415  (bitsandbytes)
 
-    def cut(module: nn.Module, leaf: str, held: Mapping[str, torch.Tensor]) -> nn.Parameter:
-        from tplora.base.quantized_shard import cut_quantized  # noqa: PLC0415  (bitsandbytes)
+    return quantize_shard(module, piece, _take_place(module, leaf), config)
 
-        return cut_quantized(module, held, _take_place(module, leaf))
 
-    with quantized_by(quantize, cut):
-        yield
+def _cut(module: nn.Module, leaf: str, held: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    from tplora.base.quantized_shard import cut_quantized  # noqa: PLC0415  (bitsandbytes)
+
+    return cut_quantized(module, held, _take_place(module, leaf))
 
 
 def _take_place(module: nn.Module, leaf: str) -> Cut:

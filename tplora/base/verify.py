@@ -5,9 +5,11 @@ goes wrong raises nothing: the model is another one. So of every kind of paramet
 first and of the last layer is gathered, taken back to the checkpoint's own names and form, and
 compared there.
 
+A weight that was quantised on its way is compared with the checkpoint's, quantised again.
+
 Not compared, because nothing is there to compare with: folders without safetensors (GGUF,
-``pytorch_model.bin``, a variant), weights quantised in the checkpoint or in the model, and weights
-made in a way that cannot be taken back.
+``pytorch_model.bin``, a variant), weights that the checkpoint has quantised otherwise than the
+model, and weights made in a way that cannot be taken back.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from tplora.base.verify_quantized import codes_are_equal, codes_of
 from tplora.errors import ShardError
 from tplora.upstream import local_shard
 from tplora.upstream.loading import Conversions
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["check_against_checkpoint", "find_safetensors"]
 
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CODE_DTYPES = (torch.uint8, torch.int8)
+"""Of quantised weights; see ``verify_quantized``."""
 _LARGE_BYTES = 8 << 20
 """Of a larger weight a part is compared: these bytes, or one expert; every rank has some of it."""
 _TOO_LARGE_BYTES = 512 << 20
@@ -87,13 +92,15 @@ def check_against_checkpoint(
     conversions = Conversions(model)
     gathered = {
         name: _gather(parameter, part_dim)
-        for name, parameter in _sample(model).items()
+        for name, found in _sample(model).items()
+        for codes in [codes_of(model, name)]
+        for parameter in [found if codes is None else codes]
         for is_comparable, part_dim in [_part(name, parameter, conversions)]
         if is_comparable
     }
     problem: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        problem[0] = _problem(conversions, gathered, path, options)
+        problem[0] = _problem(model, conversions, gathered, path, options)
     dist.broadcast_object_list(problem, group=group, group_src=0)
     if problem[0] is not None:
         raise ShardError(
@@ -116,7 +123,7 @@ def _sample(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _part(name: str, parameter: torch.Tensor, conversions: Conversions) -> tuple[bool, int | None]:
     """Whether a weight can be compared, and the dim of which the first rows are, if not all are."""
     num_bytes = parameter.numel() * parameter.element_size()
-    if parameter.dtype not in _PLAIN_DTYPES or conversions.lose(name):
+    if parameter.dtype not in (*_PLAIN_DTYPES, *_CODE_DTYPES) or conversions.lose(name):
         return False, None
     if num_bytes <= _LARGE_BYTES:
         return True, None
@@ -154,6 +161,7 @@ def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
 
 
 def _problem(
+    model: PreTrainedModel,
     conversions: Conversions,
     gathered: Mapping[str, torch.Tensor],
     path: str,
@@ -163,7 +171,7 @@ def _problem(
         files = find_safetensors(path, options)
         if not files or not gathered:
             return None
-        name = _first_difference(conversions.reverted(gathered), files)
+        name = _first_difference(model, conversions.reverted(gathered), files)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return f"{path}: what the ranks hold cannot be compared with it ({found})"
@@ -172,12 +180,19 @@ def _problem(
     return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
 
 
-def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
+def _first_difference(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]
+) -> str | None:
     there = _names_there(sorted(weights), files)
     if not there:
         raise LookupError(f"it has none of {', '.join(sorted(weights)[:3])}, ...")
     for name, found in there.items():
-        if not _is_equal(weights[name], found, files[found]):
+        weight, file = weights[name], files[found]
+        if weight.dtype in _CODE_DTYPES:
+            is_equal = codes_are_equal(model, weight, found, file)
+        else:
+            is_equal = _is_equal(weight, found, file)
+        if not is_equal:
             return found
     return None
 

@@ -16,6 +16,7 @@ from tplora.plan.lora import find_config_problems
 from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
     QuantizationPlan,
+    adapter_problems,
     plan_quantization,
     quantization_problems,
 )
@@ -120,6 +121,9 @@ def plan_model(
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, targets, tp_size=tp_size, problems=problems)
+    unreadable = [] if quantized is None else adapter_problems(quantized, layers, facts)
+    if unreadable:
+        raise PlanError(unreadable)
     return Plan(
         class_name=facts.class_name,
         tp_size=tp_size,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tplora.plan.style import STYLES, TensorPlan
+from tplora.upstream import peft_moved_names
 from tplora.upstream.quantization import (
     BLOCK_SIZE,
     is_quantized_linear,
@@ -14,11 +15,14 @@ from tplora.upstream.quantization import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
     from tplora.plan.facts import ModelFacts, ModuleFacts
+    from tplora.plan.layer import LayerPlan
 
-__all__ = ["QuantizationPlan", "plan_quantization", "quantization_problems"]
+__all__ = ["QuantizationPlan", "adapter_problems", "plan_quantization", "quantization_problems"]
 
 _GROUP_SIZE = 256
 """Scales that double quantisation rounds together."""
@@ -171,6 +175,25 @@ def _cut_problems(plan: QuantizationPlan, modules: list[ModuleFacts], tp_size: i
             + "load_in_8bit, or leave these layers out with quantization.llm_int8_skip_modules"
         )
     return problems
+
+
+def adapter_problems(
+    plan: QuantizationPlan, layers: Iterable[LayerPlan], facts: ModelFacts
+) -> list[str]:
+    """Adapters that plain PEFT would not find again on a quantised base.
+
+    PEFT takes some names for the experts of a mixture, so an adapter on another layer of that name
+    is saved by its parameter (``adapter/config.py``); and a parameter it does not adapt in 4 bits.
+    """
+    moved = peft_moved_names(facts.model_type)
+    return [
+        f"lora.target_modules: {layer.module_name} is quantised, and peft reads an adapter of that "
+        "name only from an unquantised layer; add it to lora.exclude_modules, or to "
+        "quantization.llm_int8_skip_modules"
+        for layer in layers
+        if layer.module_name in plan.names
+        and (layer.kind == "parameter" or layer.name.rpartition(".")[2] in moved)
+    ][:1]
 
 
 def _has_whole_blocks(plan: QuantizationPlan, module: ModuleFacts, tp_size: int) -> bool:

@@ -54,21 +54,21 @@ def full_linear_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def quantization_given(config: PretrainedConfig) -> Any:
-    """The quantization that a checkpoint's config names, as an object of transformers, or None.
+    """The quantization that a checkpoint's config names, or None.
 
-    ``AutoQuantizationConfig.from_dict`` (quantizers/auto.py); a method that transformers does not
-    know comes back as the dict it is.
+    As transformers' ``BitsAndBytesConfig`` where it is that; else the dict, or the object that a
+    load has put in its place (``get_hf_quantizer``, quantizers/auto.py).
     """
-    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers import BitsAndBytesConfig
 
     text = config.get_text_config(decoder=True)
     given = getattr(config, "quantization_config", None) or getattr(
         text, "quantization_config", None
     )
-    if isinstance(given, dict):
-        with contextlib.suppress(ValueError):
-            return AutoQuantizationConfig.from_dict(dict(given))
-    return given
+    if not isinstance(given, dict):
+        return given
+    is_ours = given.get("load_in_4bit") or given.get("load_in_8bit")
+    return BitsAndBytesConfig.from_dict(dict(given)) if is_ours else given
 
 
 def names_to_quantize(model: PreTrainedModel, config: Any) -> list[str]:
@@ -94,6 +94,7 @@ def names_to_quantize(model: PreTrainedModel, config: Any) -> list[str]:
 def quantized_by(
     quantize: Callable[[nn.Module, str, torch.Tensor, Any], nn.Parameter],
     cut: Callable[[nn.Module, str, Mapping[str, torch.Tensor]], nn.Parameter],
+    tell: Callable[[str, Exception], None],
 ) -> Iterator[None]:
     """While open, bitsandbytes' linears of a model that loads cut are made by these two.
 
@@ -109,6 +110,8 @@ def quantized_by(
         quantize: From a linear, its parameter's name, this rank's slice of the weight and the
             config of the quantization.
         cut: From a linear, its parameter's name and what a quantised checkpoint holds of it, whole.
+        tell: Called with a weight's full name and what went wrong with it, which transformers
+            itself only logs.
     """
     from transformers import core_model_loading as loading
     from transformers.quantizers import auto
@@ -118,11 +121,11 @@ def quantized_by(
             self.hf_quantizer = quantizer
 
         def convert(self, input_dict: Any, *, model: Any, **_settings: Any) -> Any:
-            config = self.hf_quantizer.quantization_config
-            return {
-                name: quantize(*_owner(model, name), _first(value), config)
-                for name, value in input_dict.items()
-            }
+            config, made = self.hf_quantizer.quantization_config, {}
+            for name, value in input_dict.items():
+                with _telling(name, tell):
+                    made[name] = quantize(*_owner(model, name), _first(value), config)
+            return made
 
     class Cut(loading.ConversionOps):  # type: ignore[misc]
         def __init__(self, quantizer: Any) -> None:
@@ -135,7 +138,8 @@ def quantized_by(
             held = {name: _first(value) for name, value in input_dict.items()}
             if not is_quantized_linear(module):
                 return held
-            return {"weight": cut(module, leaf, held)}
+            with _telling(full_layer_name, tell):
+                return {"weight": cut(module, leaf, held)}
 
     before = dict(auto.AUTO_QUANTIZER_MAPPING)
     for method in ("bitsandbytes_4bit", "bitsandbytes_8bit"):
@@ -145,6 +149,15 @@ def quantized_by(
             yield
     finally:
         auto.AUTO_QUANTIZER_MAPPING.update(before)
+
+
+@contextlib.contextmanager
+def _telling(name: str, tell: Callable[[str, Exception], None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        tell(name, error)
+        raise
 
 
 def _quantizer(base: Any, quantize: type, cut: type) -> type:
