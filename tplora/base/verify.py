@@ -171,7 +171,10 @@ def _problem(
         files = find_safetensors(path, options)
         if not files or not gathered:
             return None
-        name = _first_difference(model, conversions.reverted(gathered), files)
+        weights = conversions.reverted(gathered)
+        codes = {name: one for name, one in weights.items() if one.dtype in _CODE_DTYPES}
+        plain = {name: one for name, one in weights.items() if name not in codes}
+        name = _first_difference(plain, files) or _first_other_code(model, codes, files)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return f"{path}: what the ranks hold cannot be compared with it ({found})"
@@ -180,19 +183,21 @@ def _problem(
     return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
 
 
-def _first_difference(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]
+def _first_other_code(
+    model: PreTrainedModel, codes: Mapping[str, torch.Tensor], files: Mapping[str, Path]
 ) -> str | None:
+    for name, found in _names_there(sorted(codes), files).items():
+        if not codes_are_equal(model, codes[name], found, files[found]):
+            return found
+    return None
+
+
+def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
     there = _names_there(sorted(weights), files)
     if not there:
         raise LookupError(f"it has none of {', '.join(sorted(weights)[:3])}, ...")
     for name, found in there.items():
-        weight, file = weights[name], files[found]
-        if weight.dtype in _CODE_DTYPES:
-            is_equal = codes_are_equal(model, weight, found, file)
-        else:
-            is_equal = _is_equal(weight, found, file)
-        if not is_equal:
+        if not _is_equal(weights[name], found, files[found]):
             return found
     return None
 
