@@ -175,7 +175,9 @@ def verify(run: RunPath) -> None:
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
-    found = verify_adapter(adapter, base.path, run / PROBE, dtype=base.dtype)
+    found = verify_adapter(
+        adapter, base.path, run / PROBE, dtype=base.dtype, quantization=base.quantization
+    )
     show_table(
         [
             ("largest difference", f"{found.max_abs_diff:.3g} (of a logit, in plain PEFT)"),

@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
     from tplora.plan.facts import ModelFacts, ModuleFacts
     from tplora.plan.layer import LayerPlan
+    from tplora.recipe.schema import QuantizationTable
 
-__all__ = ["QuantizationPlan", "adapter_problems", "plan_quantization", "quantization_problems"]
+__all__ = [
+    "QuantizationPlan",
+    "adapter_problems",
+    "build_quantization_config",
+    "plan_quantization",
+    "quantization_problems",
+]
 
 _GROUP_SIZE = 256
 """Scales that double quantisation rounds together."""
@@ -68,6 +75,15 @@ class QuantizationPlan:
             return -(-numel // 2) + 4 * num_scales
         num_groups = -(-weight.numel // (BLOCK_SIZE * _GROUP_SIZE))
         return -(-numel // 2) + num_scales + 4 * num_groups
+
+
+def build_quantization_config(table: QuantizationTable) -> BitsAndBytesConfig | None:
+    """What ``from_pretrained`` gets for a recipe's ``[quantization]``; None if nothing is asked."""
+    if not table.is_asked:
+        return None
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415  (slow, and not always needed)
+
+    return BitsAndBytesConfig(**table.model_dump(exclude_none=True))
 
 
 def plan_quantization(

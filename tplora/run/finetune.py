@@ -26,6 +26,7 @@ from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
 from tplora.plan.lora import build_lora_config
+from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
@@ -174,9 +175,11 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
 
 
 def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device) -> TploraModel:
-    base = load_base(
-        source.path, tp_size=plan.tp_size, device=device, **_loading(recipe.model, source)
-    )
+    options = _loading(recipe.model, source)
+    quantization = build_quantization_config(recipe.quantization)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
     check_shards(base, plan)
     trust = recipe.model.trust_remote_code
     lora = build_lora_config(recipe.lora, base.config, trust_remote_code=trust)
@@ -220,6 +223,8 @@ def _save(
     adapter = stage.folder / "adapter"
     if stage.is_writer:
         model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
+        if model.plan.quantization is not None:
+            model.card_facts["base held in"] = str(model.plan.quantization)
     save_adapter(model, adapter)
     if not stage.is_writer:
         return
@@ -248,7 +253,7 @@ def _finish(
     """What one process does alone, once the others have given their memory back."""
     report = None
     if processes.rank == 0 and recipe.export.verify:
-        report = _verify(source, folder, dtype)
+        report = _verify(recipe, source, folder, dtype)
     if processes.rank == 0 and recipe.export.merged:
         merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
@@ -263,8 +268,14 @@ def _finish(
     )
 
 
-def _verify(source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
-    report = verify_adapter(folder / "adapter", source.path, folder / PROBE, dtype=dtype)
+def _verify(recipe: Recipe, source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
+    report = verify_adapter(
+        folder / "adapter",
+        source.path,
+        folder / PROBE,
+        dtype=dtype,
+        quantization=build_quantization_config(recipe.quantization),
+    )
     if not report.passed:
         raise ArtifactError(
             f"{folder / 'adapter'}: in plain PEFT its logits differ from the trained model's by "

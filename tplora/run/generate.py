@@ -42,7 +42,12 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = attach_adapter(
         load_base(
-            base.path, tp_size=tp_size, device=device, dtype=base.dtype, revision=base.revision
+            base.path,
+            tp_size=tp_size,
+            device=device,
+            dtype=base.dtype,
+            revision=base.revision,
+            **base.options,
         ),
         LoraConfig.from_pretrained(str(adapter)),
     )

@@ -10,6 +10,7 @@ from tplora.base.source import resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
 from tplora.plan.lora import build_lora_config
+from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
@@ -39,8 +40,21 @@ def plan_recipe(
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
     lora = build_lora_config(recipe.lora, config, trust_remote_code=trust)
     plan = build_plan(
-        config, lora, tp_size=tp_size, dtype=recipe.model.dtype, trust_remote_code=trust
+        config,
+        lora,
+        tp_size=tp_size,
+        dtype=recipe.model.dtype,
+        quantization=build_quantization_config(recipe.quantization),
+        trust_remote_code=trust,
     )
+    if recipe.export.merged and plan.quantization is not None and not recipe.quantization.is_asked:
+        raise PlanError(
+            [
+                "export.merged = true: the base's files are quantised, and what is merged into "
+                "them would be rounded anew; set export.merged = false, or name the unquantised "
+                "model and quantise it with [quantization]"
+            ]
+        )
     if recipe.export.merged and plan.has_experts:
         raise PlanError(
             [
