@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
     from tplora.base.cut import Cut
 
-__all__ = ["NestedShardState", "cut_quantized", "held_codes", "quantize_shard"]
+_VALUES_AT_ONCE = BLOCK_SIZE << 10
+"""How many are rounded at a time where that takes more bytes than they have."""
+
+__all__ = ["NestedShardState", "cut_quantized", "held_codes", "quantize_blocks", "quantize_shard"]
 
 
 def quantize_shard(
@@ -52,13 +55,9 @@ def quantize_shard(
 def _quantize_four_bit(
     module: nn.Module, piece: torch.Tensor, cut: Cut, config: BitsAndBytesConfig
 ) -> nn.Parameter:
-    packed, state = bnb.quantize_4bit(
-        piece.contiguous(),
-        blocksize=BLOCK_SIZE,
-        quant_type=config.bnb_4bit_quant_type,
-        quant_storage=config.bnb_4bit_quant_storage,
-    )
-    is_double = config.bnb_4bit_use_double_quant
+    packed, state = quantize_blocks(piece.contiguous(), config.bnb_4bit_quant_type)
+    packed = packed.flatten().view(config.bnb_4bit_quant_storage).view(-1, 1)
+    is_double = bool(config.bnb_4bit_use_double_quant)
     if is_double:
         own = state.absmax.view(cut.local_shape[0], -1)
         full = cut.gather(own, per=BLOCK_SIZE).flatten()
@@ -68,21 +67,41 @@ def _quantize_four_bit(
     return new_four_bit_weight(module, packed, state, is_double=is_double)
 
 
+def quantize_blocks(piece: torch.Tensor, quant_type: str) -> tuple[Any, Any]:
+    """bitsandbytes' ``quantize_4bit``; on a CPU some blocks at a time.
+
+    There it compares every value with all 16 codes in float32, which takes 64 times the bytes of a
+    16-bit piece. Blocks do not know of each other.
+    """
+    most = piece.numel() if piece.device.type != "cpu" else _VALUES_AT_ONCE
+    parts = [
+        bnb.quantize_4bit(part, blocksize=BLOCK_SIZE, quant_type=quant_type)
+        for part in torch.split(piece.flatten(), max(most, BLOCK_SIZE))
+    ]
+    state = parts[0][1]
+    state.absmax = torch.cat([part.absmax for _, part in parts])
+    state.shape = piece.shape
+    return torch.cat([packed for packed, _ in parts]), state
+
+
 def _quantize_eight_bit(piece: torch.Tensor, cut: Cut) -> nn.Parameter:
-    """bitsandbytes' own rounding, with the scale of the full row.
+    """bitsandbytes' own rounding, with the scale of the full row, some rows at a time.
 
     It takes a row's scale from the row it is given, so that is made one longer by the largest value
     that any rank has of it.
     """
-    half = piece.to(torch.float16)
-    largest = half.abs().amax(dim=1, keepdim=True)
+    rows = torch.split(piece, max(1, _VALUES_AT_ONCE // piece.shape[1]))
+    largest = torch.cat([some.to(torch.float16).abs().amax(dim=1) for some in rows])
     if cut.dim == 1 and cut.mesh is not None:
         largest = largest.float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=cut.mesh.get_group())
         largest = largest.to(torch.float16)
-    values, scales, _ = bnb.int8_vectorwise_quant(torch.cat([half, largest], dim=1))
-    values = values[:, :-1].contiguous()
-    return _eight_bit_weight(values, scales)
+    parts = [
+        bnb.int8_vectorwise_quant(torch.cat([some.to(torch.float16), most[:, None]], dim=1))
+        for some, most in zip(rows, torch.split(largest, len(rows[0])), strict=True)
+    ]
+    values = torch.cat([some[:, :-1] for some, *_ in parts])
+    return _eight_bit_weight(values, torch.cat([scales for _, scales, *_ in parts]))
 
 
 def _eight_bit_weight(values: torch.Tensor, scales: torch.Tensor) -> nn.Parameter:

@@ -91,7 +91,7 @@ def check_against_checkpoint(
     """
     conversions = Conversions(model)
     gathered = {
-        name: _gather(parameter, part_dim)
+        name: _gather(parameter, part_dim, group)
         for name, found in _sample(model).items()
         for codes in [codes_of(model, name)]
         for parameter in [found if codes is None else codes]
@@ -141,8 +141,8 @@ def _cut_dim(parameter: torch.Tensor) -> int | None:
     return None if dim is None else dim % parameter.ndim
 
 
-def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
-    """The full tensor on the CPU; of ``part_dim`` only the first rows."""
+def _gather(parameter: torch.Tensor, part_dim: int | None, group: ProcessGroup) -> torch.Tensor:
+    """The full tensor on the CPU of the first rank; of ``part_dim`` only the first rows."""
     local, shape = local_shard(parameter), list(parameter.shape)
     if part_dim is not None:
         num_row_bytes = parameter.numel() * parameter.element_size() // shape[part_dim]
@@ -157,6 +157,8 @@ def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
         ).full_tensor()
+    if dist.get_rank(group) != 0:
+        return torch.empty(0, dtype=local.dtype)
     return local.cpu()
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["codes_are_equal", "codes_of"]
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 2 << 20
 
 
 def codes_of(model: PreTrainedModel, name: str) -> torch.Tensor | None:
@@ -76,6 +76,8 @@ def _quantize(there: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     """Numbers of whole rows, on the device whose rounding made the model's."""
     from bitsandbytes import functional as bnb  # noqa: PLC0415  (slow)
 
+    from tplora.base.quantized_shard import quantize_blocks  # noqa: PLC0415  (bitsandbytes)
+
     if not there.is_floating_point():
         return there
     config, shape = _config_of(model), there.shape
@@ -83,7 +85,7 @@ def _quantize(there: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     if config.load_in_8bit:
         codes: torch.Tensor = bnb.int8_vectorwise_quant(there.to(torch.float16))[0]
         return codes.cpu()
-    packed, _ = bnb.quantize_4bit(there.contiguous(), quant_type=config.bnb_4bit_quant_type)
+    packed, _ = quantize_blocks(there.contiguous(), config.bnb_4bit_quant_type)
     return _unpack(packed.cpu()).view(shape)
 
 
