@@ -1,9 +1,12 @@
 """What of a quantised base is refused before weights load, and what the rest weighs."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
 
 from tests.quantized import METHODS, WIDE, quantization
 from tests.tiny import tiny_config
@@ -11,9 +14,11 @@ from tests.zoo.build import tiny_config as zoo_config
 from tplora.errors import PlanError
 from tplora.plan.build import build_plan
 from tplora.plan.cost import base_bytes, loading_bytes
-from tplora.plan.quantization import QuantizationPlan
+from tplora.plan.lora import build_lora_config
+from tplora.plan.quantization import QuantizationPlan, build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.plan.style import TensorPlan
+from tplora.recipe.check import read_recipe
 
 LORA = LoraConfig(target_modules="all-linear")
 
@@ -170,3 +175,33 @@ def test_layers_whose_adapters_peft_would_not_find_on_a_quantised_base_are_refus
     with pytest.raises(PlanError, match=r"shared_experts\.gate_proj is quantised, and peft reads"):
         build_plan(config, targets, tp_size=1, quantization=quantization("int8"))
     build_plan(config, targets, tp_size=1)
+
+
+@pytest.mark.parametrize("name", ["llama-70b-qlora-2x24gb", "llama-70b-qlora-8x80gb"])
+def test_a_recipe_for_a_large_model_says_what_its_plan_counts(name):
+    recipe = read_recipe(Path("recipes", f"{name}.toml"))
+    config = LlamaConfig(  # as the recipe's model has it
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype=torch.bfloat16,
+    )
+    plan = build_plan(
+        config,
+        build_lora_config(recipe.lora, config),
+        tp_size=recipe.parallel.tp_size,
+        quantization=build_quantization_config(recipe.quantization),
+    )
+    said = dict(re.findall(r"^#   (\w+) +([\d.]+ [MG]iB) ", recipe.path.read_text(), re.MULTILINE))
+    kept_tokens = recipe.train["max_length"] * recipe.train["per_device_train_batch_size"]
+    kept = 80 * kept_tokens * config.hidden_size * 2
+    assert said.pop("kept") == f"{kept / 2**30:.{2 if kept < 2**31 else 1}f} GiB"
+    text = " ".join(plan_text(plan).split())
+    assert f"base {said['base']} ({plan.quantization} in 560 linear layers" in text
+    assert f"{said['loading']} more while it loads" in text
+    assert f"factors {said['factors']}," in text
+    state = re.search(r"AdamW state ([\d.]+ [MG]iB)\n", recipe.path.read_text())[1]
+    assert f"AdamW state {state};" in text
