@@ -162,6 +162,8 @@ def export(
         base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
     )
     say(f"merged model: {merged}", style="green")
+    if base.quantization is not None:
+        say("it holds the base as it was before it was quantised, which was not trained on")
 
 
 @app.command()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from tests.quantized import (
     METHODS,
@@ -19,8 +20,10 @@ from tests.quantized import (
     values_of,
     write_wide,
 )
+from tests.tiny import write_checkpoint
 from tplora.base import load, quantized_shard
 from tplora.base.cut import Cut
+from tplora.base.load import load_base
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
 from tplora.upstream import tp_mesh
@@ -184,3 +187,27 @@ def test_a_weight_that_is_missing_is_one_error_by_name(world2, saved, tmp_path):
 def test_a_quantised_checkpoint_says_how_in_its_config(saved):
     config = json.loads((Path(saved("llama", "nf4-double")) / "config.json").read_text())
     assert config["quantization_config"]["bnb_4bit_use_double_quant"] is True
+
+
+def _other_forms_are_refused(path, narrow, packed):
+    _is_refused(narrow, "nf4", r"down_proj\.weight: its rows on a rank are no whole blocks of 64")
+    _is_refused(packed, "saved", r"down_proj\.weight: \[120, 46\] in blocks of 64 cannot")
+    config = AutoConfig.from_pretrained(path)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ShardError, match="quantised by gptq, which is not known to be exact"):
+        load_base(path, tp_size=2, config=config)
+
+
+def test_what_cannot_be_cut_is_refused_on_every_rank(world2, saved, tmp_path):
+    narrow = write_checkpoint("llama", tmp_path / "narrow", hidden_size=120)
+    load_whole(str(narrow), "nf4").save_pretrained(tmp_path / "packed")
+    paths = [saved("llama"), str(narrow), str(tmp_path / "packed")]
+    world2.run(_other_forms_are_refused, *paths)
+
+
+def _none_is_what_the_checkpoint_says(path):
+    assert quantized_linears(load_base(path, tp_size=1, quantization_config=None))
+
+
+def test_no_quantization_given_is_what_the_checkpoint_says(alone, saved):
+    alone.run(_none_is_what_the_checkpoint_says, saved("llama", "nf4"))

@@ -205,3 +205,12 @@ def test_a_recipe_for_a_large_model_says_what_its_plan_counts(name):
     assert f"factors {said['factors']}," in text
     state = re.search(r"AdamW state ([\d.]+ [MG]iB)\n", recipe.path.read_text())[1]
     assert f"AdamW state {state};" in text
+
+
+@pytest.mark.parametrize(
+    "given", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}]
+)
+def test_adapters_that_read_the_base_are_refused_where_it_is_quantised(given):
+    config, lora = tiny_config("llama", **WIDE), LoraConfig(target_modules=["q_proj"], **given)
+    with pytest.raises(PlanError, match="is not known to be exact where they are quantised"):
+        build_plan(config, lora, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))

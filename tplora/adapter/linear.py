@@ -127,8 +127,9 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         return F.linear(x, weight, bias if adds_bias else None)
 
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's pieces of W and of the bias."""
+        """This rank's pieces of W and of the bias; W is not quantised."""
         base = self.get_base_layer()
+        assert not is_quantized_linear(base), "the plan refuses what reads a quantised W"
         return local_shard(base.weight), None if base.bias is None else local_shard(base.bias)
 
     def extra_repr(self) -> str:

@@ -43,6 +43,13 @@ class Cut:
         rows, columns = self.ranges
         return rows.stop - rows.start, columns.stop - columns.start
 
+    def has_whole(self, block_size: int) -> bool:
+        """Whether on every rank a row of the piece is whole blocks; the same answer on all."""
+        if self.dim is None or self.mesh is None:
+            return True
+        width, pieces = self.shape[1], self.mesh.size() if self.dim == 1 else 1
+        return width % (pieces * block_size) == 0
+
     def piece_of(self, full: torch.Tensor, *, per: int = 1) -> torch.Tensor:
         """The piece ``[O/P, I / per]`` or ``[O, I/P / per]`` of a full tensor ``[O, I / per]``."""
         rows, columns = self.ranges

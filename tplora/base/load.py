@@ -8,12 +8,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
 from tplora.base.mends import mend_loaded, mended_while_loading
-from tplora.base.quantized import check_quantized, check_quantized_shard, quantizing_shards
+from tplora.base.quantized import (
+    check_method,
+    check_quantized,
+    check_quantized_shard,
+    quantizing_shards,
+)
 from tplora.base.quantized_product import hold_exact
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
-from tplora.upstream.quantization import is_quantized_linear
+from tplora.upstream.quantization import is_quantized_linear, quantization_given
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +57,8 @@ def load_base(
             f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the "
             "weights itself; leave device_map out"
         )
+    if from_pretrained.get("quantization_config", ()) is None:
+        del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
     if tp_size > 1:
         model = _load_cut(path, tp_size, from_pretrained)
     else:
@@ -78,6 +85,7 @@ def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTr
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
+    check_method(quantization_given(config))
     with mended_while_loading(config, tp_size) as styles, quantizing_shards():
         model: PreTrainedModel = auto_class(config).from_pretrained(
             path,

@@ -20,6 +20,7 @@ from tplora.upstream.quantization import (
     full_linear_shape,
     is_four_bit,
     is_quantized_linear,
+    quantization_method,
     quantized_by,
 )
 
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 
     from tplora.plan.style import TensorPlan
 
-__all__ = ["check_quantized", "check_quantized_shard", "cut_of_loaded", "quantizing_shards"]
+__all__ = [
+    "check_method",
+    "check_quantized",
+    "check_quantized_shard",
+    "cut_of_loaded",
+    "quantizing_shards",
+]
 
 
 @contextlib.contextmanager
@@ -50,7 +57,8 @@ def quantizing_shards() -> Iterator[None]:
         if not problems:
             raise
         raise ShardError(
-            f"{problems[0]}; the checkpoint is damaged or of another form; take a whole copy of it"
+            f"{problems[0]}; use another tp_size or, if the plan is content with this one, take a "
+            "whole copy of the checkpoint"
         ) from error
 
 
@@ -76,6 +84,19 @@ def _take_place(module: nn.Module, leaf: str) -> Cut:
     module._parameters[leaf] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
     vars(module)["tplora_cut"] = cut
     return cut
+
+
+def check_method(saved: Any) -> None:
+    """A checkpoint that is quantised is so by bitsandbytes, whose weights can be cut.
+
+    Raises:
+        ShardError: Naming the method.
+    """
+    if saved is not None and quantization_method(saved) != "bitsandbytes":
+        raise ShardError(
+            f"model: its checkpoint is quantised by {quantization_method(saved)}, which is not "
+            "known to be exact when cut; take the unquantised model and give quantization_config"
+        )
 
 
 def check_quantized(model: PreTrainedModel) -> None:

@@ -55,6 +55,8 @@ def quantize_shard(
 def _quantize_four_bit(
     module: nn.Module, piece: torch.Tensor, cut: Cut, config: BitsAndBytesConfig
 ) -> nn.Parameter:
+    if not cut.has_whole(BLOCK_SIZE):
+        raise ValueError(f"its rows on a rank are no whole blocks of {BLOCK_SIZE} values")
     packed, state = quantize_blocks(piece.contiguous(), config.bnb_4bit_quant_type)
     packed = packed.flatten().view(config.bnb_4bit_quant_storage).view(-1, 1)
     is_double = bool(config.bnb_4bit_use_double_quant)
@@ -127,8 +129,10 @@ def cut_quantized(module: nn.Module, held: Mapping[str, torch.Tensor], cut: Cut)
 
 def _cut_four_bit(module: nn.Module, held: Mapping[str, torch.Tensor], cut: Cut) -> nn.Parameter:
     state = serialized_state(held)
-    if tuple(state.shape) != cut.shape or cut.ranges[1].start % state.blocksize:
-        raise ValueError(f"holds {list(state.shape)} in blocks of {state.blocksize}")
+    if tuple(state.shape) != cut.shape or not cut.has_whole(state.blocksize):
+        raise ValueError(
+            f"{list(state.shape)} in blocks of {state.blocksize} cannot be cut into whole ones"
+        )
     storage = held["weight"].dtype
     packed = cut.piece_of(held["weight"].contiguous().view(torch.uint8), per=2).view(-1, 1)
     packed = packed.view(storage).view(-1, 1)

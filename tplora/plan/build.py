@@ -17,6 +17,7 @@ from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
     QuantizationPlan,
     adapter_problems,
+    find_adapter_config_problems,
     plan_quantization,
     quantization_problems,
 )
@@ -115,6 +116,7 @@ def plan_model(
     quantized, found = plan_quantization(model, quantization)
     problems += found
     if quantized is not None:
+        problems += find_adapter_config_problems(lora)
         problems += quantization_problems(quantized, facts, tp_size=tp_size, base_dtype=base_dtype)
     try:
         targets = match_targets(model, lora, facts)

@@ -12,11 +12,13 @@ from tplora.upstream.quantization import (
     is_quantized_linear,
     names_to_quantize,
     quantization_given,
+    quantization_method,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from peft import LoraConfig
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
     from tplora.plan.facts import ModelFacts, ModuleFacts
@@ -27,10 +29,12 @@ __all__ = [
     "QuantizationPlan",
     "adapter_problems",
     "build_quantization_config",
+    "find_adapter_config_problems",
     "plan_quantization",
     "quantization_problems",
 ]
 
+_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal")
 _GROUP_SIZE = 256
 """Scales that double quantisation rounds together."""
 _UNSET: dict[str, tuple[Any, str]] = {
@@ -99,16 +103,17 @@ def plan_quantization(
     loaded = [name for name, module in model.named_modules() if is_quantized_linear(module)]
     if saved is not None and given is not None and not loaded:
         return None, [
-            f"quantization: the checkpoint is quantised already, by {_method_of(saved)}; leave "
-            "[quantization] out, or name the model that it was made from"
+            "quantization: the checkpoint is quantised already, by "
+            f"{quantization_method(saved)}; leave [quantization] out, or name the model that it "
+            "was made from"
         ]
     config: Any = given if saved is None else saved
     if config is None:
         return None, []
-    if _method_of(config) != "bitsandbytes":
+    if quantization_method(config) != "bitsandbytes":
         return None, [
-            f"model: its checkpoint is quantised by {_method_of(config)}, which is not exact when "
-            "cut, or not known to be; take the unquantised model and quantise it with "
+            f"model: its checkpoint is quantised by {quantization_method(config)}, which is not "
+            "known to be exact when cut; take the unquantised model and quantise it with "
             "[quantization], or a checkpoint that bitsandbytes quantised"
         ]
     plan = QuantizationPlan(
@@ -118,11 +123,6 @@ def plan_quantization(
         names=frozenset(loaded or names_to_quantize(model, config)),
     )
     return plan, [*_config_problems(config), *_model_problems(model, is_saved=saved is not None)]
-
-
-def _method_of(config: Any) -> str:
-    found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-    return str(getattr(found, "value", found))
 
 
 def _config_problems(config: BitsAndBytesConfig) -> list[str]:
@@ -191,6 +191,18 @@ def _cut_problems(plan: QuantizationPlan, modules: list[ModuleFacts], tp_size: i
             + "load_in_8bit, or leave these layers out with quantization.llm_int8_skip_modules"
         )
     return problems
+
+
+def find_adapter_config_problems(lora: LoraConfig) -> list[str]:
+    """What of an adapter reads or changes the base's weights, which are packed."""
+    found = {"use_dora": lora.use_dora, "init_lora_weights": lora.init_lora_weights}
+    allowed = {"use_dora": (False,), "init_lora_weights": _INITS_THAT_LEAVE_THE_BASE}
+    return [
+        f"lora.{name} = {value!r}: reads the base's weights, and is not known to be exact where "
+        "they are quantised; leave it out, or [quantization]"
+        for name, value in found.items()
+        if value not in allowed[name]
+    ]
 
 
 def adapter_problems(

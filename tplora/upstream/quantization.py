@@ -28,6 +28,7 @@ __all__ = [
     "names_to_quantize",
     "new_four_bit_weight",
     "quantization_given",
+    "quantization_method",
     "quantized_by",
     "serialized_state",
 ]
@@ -69,6 +70,12 @@ def quantization_given(config: PretrainedConfig) -> Any:
         return given
     is_ours = given.get("load_in_4bit") or given.get("load_in_8bit")
     return BitsAndBytesConfig.from_dict(dict(given)) if is_ours else given
+
+
+def quantization_method(config: Any) -> str:
+    """What transformers calls the method of a quantization config, be it a dict."""
+    found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return str(getattr(found, "value", found))
 
 
 def names_to_quantize(model: PreTrainedModel, config: Any) -> list[str]:
