@@ -115,8 +115,8 @@ def test_what_cannot_be_done_exactly_is_refused_by_name(name, value):
     assert f"quantization.{name} = {value!r}: " in said
 
 
-def test_float64_is_refused():
-    with pytest.raises(PlanError, match="does not quantise float64"):
+def test_float64_is_refused_in_4_bits():
+    with pytest.raises(PlanError, match="has no nf4 of float64"):
         build_plan(
             tiny_config("llama", **WIDE),
             LORA,
@@ -214,3 +214,19 @@ def test_adapters_that_read_the_base_are_refused_where_it_is_quantised(given):
     config, lora = tiny_config("llama", **WIDE), LoraConfig(target_modules=["q_proj"], **given)
     with pytest.raises(PlanError, match="is not known to be exact where they are quantised"):
         build_plan(config, lora, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["dots3_note_text", "gemma3n_text", "hy_v4", "inkling2_loop_text"]
+)
+def test_models_whose_code_reads_packed_weights_are_refused(model_type):
+    with pytest.raises(PlanError, match="takes a packed weight for numbers, in one process"):
+        build_plan(zoo_config(model_type), LORA, tp_size=1, quantization=quantization("int8"))
+
+
+def test_a_quantised_llama4_is_refused_and_one_that_is_quantised_on_its_way_is_not():
+    config, lora = zoo_config("llama4_text"), LoraConfig(target_modules=["q_proj"])
+    build_plan(config, lora, tp_size=2, quantization=quantization("int8"))
+    config.quantization_config = quantization("int8").to_dict()
+    with pytest.raises(PlanError, match="another class of experts"):
+        build_plan(config, lora, tp_size=2)

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal")
+_READ_PACKED = ("dots3_note_text", "gemma3n_text", "hy_v4", "inkling2_loop_text")
+"""Models that cast an input to a weight's dtype or clamp a weight (transformers 5.24)."""
 _GROUP_SIZE = 256
 """Scales that double quantisation rounds together."""
 _UNSET: dict[str, tuple[Any, str]] = {
@@ -122,7 +124,10 @@ def plan_quantization(
         compute_dtype=str(config.bnb_4bit_compute_dtype).removeprefix("torch."),
         names=frozenset(loaded or names_to_quantize(model, config)),
     )
-    return plan, [*_config_problems(config), *_model_problems(model, is_saved=saved is not None)]
+    return plan, [
+        *_config_problems(config),
+        *_model_problems(model, is_saved=saved is not None and not loaded),
+    ]
 
 
 def _config_problems(config: BitsAndBytesConfig) -> list[str]:
@@ -135,7 +140,16 @@ def _config_problems(config: BitsAndBytesConfig) -> list[str]:
 
 
 def _model_problems(model: PreTrainedModel, *, is_saved: bool) -> list[str]:
-    if is_saved and "llama4" in model.config.model_type:
+    text_type = model.config.get_text_config(decoder=True).model_type
+    if text_type in _READ_PACKED:
+        return [
+            f"quantization: the code of {text_type} takes a packed weight for numbers, in one "
+            "process as well; leave [quantization] out"
+        ]
+    is_other = any(
+        type(module).__name__ == "SequentialLlama4TextExperts" for module in model.modules()
+    )
+    if is_other or (is_saved and "llama4" in model.config.model_type):
         return [
             "model: a quantised llama4 has another class of experts, which is not cut; quantise "
             "the unquantised model with [quantization]"
@@ -153,9 +167,10 @@ def quantization_problems(
             f"quantization: {facts.class_name} has no linear layer to quantise that "
             "llm_int8_skip_modules leaves; leave [quantization] out"
         )
-    if base_dtype == "float64":
+    if base_dtype == "float64" and plan.method != "int8":
         problems.append(
-            "quantization: bitsandbytes does not quantise float64; load the base in another dtype"
+            f"quantization: bitsandbytes has no {plan.method} of float64; load the base in another "
+            "dtype"
         )
     heads = [p.module_name for p in facts.with_role("head") if plan.holds(p.name)]
     if heads:
