@@ -121,24 +121,26 @@ def test_ten_steps_equal_plain_peft(world, recorded, method):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"),
-    [("qwen3", "all-linear"), ("phi3", "all-linear"), ("qwen3_moe", "experts")],
+    ("size", "name", "targets"),
+    [
+        (2, "qwen3", "all-linear"),
+        (3, "phi3", "all-linear"),
+        (2, "qwen3_moe", "experts"),
+        (4, "qwen3", "all-linear"),
+    ],
 )
-def test_each_family_equals_plain_peft(world, recorded, name, targets):
+def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):
     path, file = recorded(name, "nf4-double", targets)
-    world.run(_is_the_run_alone, path, "nf4-double", targets, file)
+    world_of(size).run(_is_the_run_alone, path, "nf4-double", targets, file)
 
 
-@pytest.mark.parametrize(("name", "method"), [("llama", "fp4"), ("phi3", "int8")])
-def test_linears_without_an_adapter_equal_plain_peft(world, recorded, name, method):
+@pytest.mark.parametrize(
+    ("size", "name", "method"), [(3, "llama_bias", "fp4"), (2, "phi3", "int8")]
+)
+def test_linears_without_an_adapter_equal_plain_peft(world_of, recorded, size, name, method):
     targets = "fused-query" if name == "phi3" else "query"
     path, file = recorded(name, method, targets)
-    world.run(_is_the_run_alone, path, method, targets, file)
-
-
-def test_four_ranks_equal_plain_peft(world4, recorded):
-    path, file = recorded("qwen3", "nf4-double", "all-linear")
-    world4.run(_is_the_run_alone, path, "nf4-double", "all-linear", file)
+    world_of(size).run(_is_the_run_alone, path, method, targets, file)
 
 
 def test_activation_checkpointing_changes_nothing(world2, recorded):
