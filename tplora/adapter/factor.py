@@ -1,4 +1,4 @@
-"""One LoRA factor on this rank: a DTensor parameter for the world, a plain leaf for the forward.
+"""One trained tensor of an adapter on this rank, such as A: a DTensor parameter and a plain leaf.
 
 The parameter has the full logical shape and a placement, so ``clip_grad_norm_``, optimizers,
 ``state_dict`` and PEFT's files are right without special cases. The leaf is a plain tensor that
@@ -18,14 +18,14 @@ from tplora.errors import ShardError
 from tplora.upstream import local_shard, placement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.plan.layer import LayerPlan
     from tplora.plan.style import FactorPlan
 
-__all__ = ["Factor", "delta_like", "factors_of", "factors_of_linears", "shard_full"]
+__all__ = ["Factor", "Factors", "delta_like", "factors_of", "factors_of_linears", "shard_full"]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
@@ -54,7 +54,7 @@ def delta_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Factor:
-    """A or B of one adapter on one layer.
+    """A, B or another trained tensor of one adapter on one layer.
 
     Args:
         name: The parameter's name in the PEFT model.
@@ -116,7 +116,7 @@ class Factor:
             [placement],
             run_check=False,
             shape=torch.Size(self.plan.shape),
-            stride=(self.plan.shape[1], 1),
+            stride=_contiguous_stride(self.plan.shape),
         )
 
     def local(self) -> torch.Tensor:
@@ -178,10 +178,12 @@ class Factor:
         return self._wrap_local(piece, is_partial=False)
 
 
-def factors_of(
-    factors: Mapping[str, tuple[Factor, Factor]], adapter_name: str
-) -> tuple[Factor, Factor]:
-    """A and B of an adapter that PEFT has put on a layer.
+Factors = dict[str, Factor]
+"""What one adapter trains on one layer: "A", "B", and "magnitude" or "bias" where it has them."""
+
+
+def factors_of(factors: Mapping[str, Factors], adapter_name: str) -> Factors:
+    """The factors of an adapter that PEFT has put on a layer.
 
     Raises:
         ShardError: If PEFT made them behind our back; skipping them would train nothing.
@@ -194,17 +196,30 @@ def factors_of(
     return factors[adapter_name]
 
 
-def factors_of_linears(
-    layer: Any, adapter_name: str, prefix: str, plan: LayerPlan
-) -> tuple[Factor, Factor]:
-    """A and B that PEFT holds as the weights of two linears, ``lora_A`` and ``lora_B``."""
-    a, b = (
-        Factor(
-            f"{prefix}.{key}.{adapter_name}.weight",
-            (getattr(layer, key)[adapter_name], "weight"),
+def factors_of_linears(layer: Any, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
+    """A, B and B's bias, which PEFT holds in two linears, ``lora_A`` and ``lora_B``; DoRA's vector.
+
+    A factor has the name of its parameter in PEFT's model.
+    """
+    places = {
+        "A": ("lora_A", "weight", plan.a),
+        "B": ("lora_B", "weight", plan.b),
+    }
+    extras = {"bias": ("lora_B", "bias"), "magnitude": ("lora_magnitude_vector", "weight")}
+    places |= {extra: (*extras[extra], factor_plan) for extra, factor_plan in plan.extras}
+    return {
+        what: Factor(
+            f"{prefix}.{key}.{adapter_name}.{leaf}",
+            (getattr(layer, key)[adapter_name], leaf),
             factor_plan,
             layer.mesh,
         )
-        for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
-    )
-    return a, b
+        for what, (key, leaf, factor_plan) in places.items()
+    }
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

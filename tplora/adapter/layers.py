@@ -88,7 +88,7 @@ def cut_factors(
         name, module = _adapted_module(base, plan)
         if not isinstance(module, ParamWrapper):
             shard_dropout(module, adapter_name, plan)
-        yield from module.make_factors(adapter_name, f"base_model.model.{name}", plan)
+        yield from module.make_factors(adapter_name, f"base_model.model.{name}", plan).values()
 
 
 def _adapted_module(
@@ -110,9 +110,9 @@ def shard_dropout(
     """Swap PEFT's dropout for one whose masks do not depend on tp_size."""
     dropout = module.lora_dropout[adapter_name]
     if isinstance(dropout, nn.Dropout):
-        is_input_cut = plan.a.shard_dim is not None
+        is_input_cut = plan.weight.shard_dim == 1
         module.lora_dropout[adapter_name] = ShardedDropout(
             dropout.p,
-            in_features=plan.a.shape[1],
+            in_features=plan.weight.shape[1],
             mesh=module.mesh if is_input_cut else None,
         )

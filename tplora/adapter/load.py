@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tplora.errors import ArtifactError
 from tplora.upstream import local_shard
-from tplora.upstream.peft_keys import peft_file_keys
+from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
 if TYPE_CHECKING:
     from tplora.adapter.factor import Factor
@@ -33,7 +33,7 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
     path = Path(folder) / "adapter_model.safetensors"
     config = model.peft_config[adapter_name]
     by_key = {
-        name.replace(f".{adapter_name}", ""): factor
+        adapter_file_key(name, adapter_name): factor
         for name, factor in model.factors(adapter_name).items()
     }
     keys = peft_file_keys(model.get_base_model(), config, by_key)

@@ -132,7 +132,7 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             factor.name: factor
             for module in self.modules()
             if isinstance(module, ADAPTED)
-            for factor in module.factors.get(adapter_name, ())
+            for factor in module.factors.get(adapter_name, {}).values()
         }
         return dict(sorted(found.items()))
 

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from tplora.errors import ArtifactError
-from tplora.upstream.peft_keys import peft_file_keys
+from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,7 +144,7 @@ def _write(
 
 def _rename_for_peft(model: TploraModel, adapter: str, path: Path) -> None:
     """Put each factor under the name from which plain PEFT will read it back."""
-    keys = [name.replace(f".{adapter}", "") for name in model.factors(adapter)]
+    keys = [adapter_file_key(name, adapter) for name in model.factors(adapter)]
     found = peft_file_keys(model.get_base_model(), model.peft_config[adapter], keys)
     new_names = {key: name for key, name in found.items() if name not in (None, key)}
     if new_names:

@@ -53,7 +53,7 @@ class Plan:
     @property
     def num_trainable(self) -> int:
         """Trainable elements of the full adapter."""
-        return sum(layer.a.numel + layer.b.numel for layer in self.layers)
+        return sum(factor.numel for layer in self.layers for factor in layer.factors)
 
 
 def build_plan(

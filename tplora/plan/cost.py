@@ -58,7 +58,7 @@ def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int
     return bytes_per_element * sum(
         factor.shard_numel(tp_rank, plan.tp_size)
         for layer in plan.layers
-        for factor in (layer.a, layer.b)
+        for factor in layer.factors
     )
 
 
@@ -84,7 +84,7 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
         if is_trained_below:
             backward += _backward_collectives(styles, adapted)
         is_trained_below |= any(module.name in adapted for module in group)
-    has_partial = any(f.is_grad_partial for layer in plan.layers for f in (layer.a, layer.b))
+    has_partial = any(f.is_grad_partial for layer in plan.layers for f in layer.factors)
     return CollectiveCount(forward=forward, backward=backward, bucket=int(has_partial))
 
 

@@ -18,16 +18,20 @@ from typing import Literal
 __all__ = [
     "AROUND_EXPERTS",
     "STYLES",
+    "Extra",
     "FactorPlan",
     "Kind",
     "Style",
     "TensorPlan",
+    "place_extra",
     "place_factors",
     "shard_range",
     "shard_ranges",
 ]
 
 Kind = Literal["linear", "embedding", "parameter"]
+Extra = Literal["magnitude", "bias"]
+"""What some kinds of LoRA train beside A and B: DoRA's magnitude, and a bias of B."""
 
 
 def shard_range(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -77,6 +81,14 @@ class TensorPlan:
             return self.shape
         held = sum(stop - start for start, stop in self.shard_ranges(tp_rank, tp_size))
         return (*self.shape[: self.shard_dim], held, *self.shape[self.shard_dim + 1 :])
+
+    def transposed(self) -> "TensorPlan":
+        """A matrix with its dims exchanged."""
+        return TensorPlan(
+            shape=self.shape[::-1],
+            shard_dim=None if self.shard_dim is None else 1 - self.shard_dim,
+            split_factor=self.split_factor,
+        )
 
     @property
     def numel(self) -> int:
@@ -196,4 +208,24 @@ def place_factors(
             split_factor=weight.split_factor if owns_b else 1,
             is_grad_partial=is_replica_partial and not owns_b,
         ),
+    )
+
+
+def place_extra(extra: Extra, weight: TensorPlan, b: FactorPlan) -> FactorPlan:
+    """The placement of a vector over W's output features, from those of W and B.
+
+    It is cut with B. Where W is cut on its input it is whole, and its gradient is partial if it
+    multiplies a partial sum (a magnitude), full if it is added once the sum is taken (a bias).
+
+    Args:
+        extra: What the vector is.
+        weight: W and its cut.
+        b: B, which has W's output features as rows.
+    """
+    is_added_after_sum = extra == "bias" and weight.shard_dim is not None
+    return FactorPlan(
+        shape=(b.shape[0],),
+        shard_dim=b.shard_dim,
+        split_factor=b.split_factor,
+        is_grad_partial=b.is_grad_partial and not is_added_after_sum,
     )

@@ -138,27 +138,20 @@ def _projection(head: Any, base: Any, hidden: torch.Tensor) -> Any:
     """
     weight, bias = local_shard(base.weight), base.bias
     frozen = (weight,) if bias is None else (weight, local_shard(bias))
-    adapters = _active_adapters(head)
-    dropped = tuple(
-        head.lora_dropout[name](hidden.to(head.factors[name][0].local().dtype)) for name in adapters
-    )
-    factors = tuple(f.local() for name in adapters for f in head.factors[name])
-    scalings = [head.scaling[name] for name in adapters]
+    adapters = head.applied_adapters() if isinstance(head, TploraLinear) else []
+    dropped = tuple(head.drop(name, hidden) for name in adapters)
+    tensors = {name: head.adapter_tensors(name) for name in adapters}
+    factors = tuple(tensor for name in adapters for tensor in tensors[name].values())
     num_inputs, num_frozen = 1 + len(dropped), len(frozen)
 
-    def project(*tensors: torch.Tensor) -> torch.Tensor:
-        rows, rest = tensors[:num_inputs], tensors[num_inputs:]
+    def project(*given: torch.Tensor) -> torch.Tensor:
+        rows, rest = given[:num_inputs], given[num_inputs:]
         z = F.linear(rows[0], *rest[:num_frozen])
-        dtype = z.dtype
-        for k, scaling in enumerate(scalings):
-            a, b = rest[num_frozen + 2 * k : num_frozen + 2 * k + 2]
-            z = z + F.linear(F.linear(rows[1 + k], a), b) * scaling
+        dtype, pieces = z.dtype, iter(rest[num_frozen:])
+        own_bias = rest[1] if num_frozen > 1 else None
+        for name, row in zip(adapters, rows[1:], strict=True):
+            own = {what: next(pieces) for what in tensors[name]}
+            z = head.apply_adapter(name, z, row, own, bias=own_bias)
         return z.to(dtype)
 
     return (hidden, *dropped), (*frozen, *factors), project
-
-
-def _active_adapters(head: Any) -> list[str]:
-    if not isinstance(head, TploraLinear) or head.disable_adapters or head.merged:
-        return []
-    return [name for name in head.active_adapters if name in head.factors]
