@@ -13,6 +13,8 @@ from peft.tuners import lora
 from torch import nn
 
 from tplora.adapter.factor import Factor, Factors, delta_like, factors_of
+from tplora.adapter.initial import FromWholeWeight
+from tplora.adapter.merging import MergesLocally
 from tplora.adapter.variants import EMBEDDING_VARIANTS, LocalVariant
 from tplora.collectives import gather_last_dim, reduce_partial
 from tplora.plan.style import shard_range
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["TploraEmbedding"]
 
 
-class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
+class TploraEmbedding(FromWholeWeight, MergesLocally, lora.Embedding):  # type: ignore[misc]
     """A frozen embedding, cut on the vocabulary, on the hidden size or whole, with its adapter.
 
         y = sum over ranks of  [t in shard] * ( W_k[t] + scaling * A_k[:, t]^T B^T )    vocabulary

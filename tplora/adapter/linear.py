@@ -18,6 +18,8 @@ from peft.tuners import lora
 from torch import nn
 
 from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
+from tplora.adapter.initial import FromWholeWeight
+from tplora.adapter.merging import MergesLocally
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.upstream import local_shard, transform_output
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 
-class TploraLinear(lora.Linear):  # type: ignore[misc]
+class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore[misc]
     """What the three parallel states share: full sizes, local factors, the delta.
 
     Args:

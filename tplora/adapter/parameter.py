@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
 from tplora.adapter.low_rank import LowRankSum
+from tplora.adapter.merging import MergesLocally
 from tplora.collectives import gather_last_dim
 from tplora.upstream import local_shard, own_forward
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ParamWrapper"]
 
 
-class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
+class ParamWrapper(MergesLocally, lora.ParamWrapper):  # type: ignore[misc]
     """A module one of whose parameters, W, is adapted: ``W + delta weight`` while it runs.
 
         W_e + scaling * B_e A_e        for experts [E, O, I], and for a single matrix [O, I]
@@ -132,6 +133,11 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         left, right = (a.mT, b.mT) if is_in_first else (b, a)
         left, right = left.to(dtype), (right * self.scaling[name]).to(dtype)
         return left.contiguous(), right.contiguous()
+
+    def merge_target(self) -> torch.Tensor:
+        """The parameter that takes the delta in."""
+        parameter: torch.Tensor = self.get_param()
+        return parameter
 
     def get_delta_weight(self, adapter_name: str, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """The delta weight in W's placement, for merging. No communication."""

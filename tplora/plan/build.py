@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
 from tplora.plan.architectures import architecture_problem
+from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
+from tplora.plan.options import option_problem, wanted_extras
 from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.style import AROUND_EXPERTS, STYLES
 from tplora.plan.target import Targets, match_targets
@@ -91,6 +93,8 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
     Raises:
         PlanError: As ``build_plan``.
     """
+    if lora.peft_type != "LORA":
+        raise PlanError(find_config_problems(lora))
     facts = read_facts(model)
     problems = _model_problems(facts, tp_size)
     try:
@@ -122,12 +126,17 @@ def plan_layers(
     layers = []
     for name in targets.modules:
         problem = _module_problem(modules.get(name), name)
+        problem = problem or _option_problem(facts, lora, modules[name])
         if problem is None:
-            layers.append(_plan_module(modules[name], lora_rank_of(lora, name), tp_size))
-        else:
+            layer = _plan_module(modules[name], lora, tp_size)
+            problem = lora.use_bdlora and block_problem(lora.use_bdlora, layer, tp_size)
+        if problem:
             problems.append(problem)
+        else:
+            layers.append(plan_blocks(lora.use_bdlora, layer) if lora.use_bdlora else layer)
     for name in targets.parameters:
         problem = parameter_problem(parameters.get(name), name, lora, facts, tp_size)
+        problem = problem or option_problem(lora, "parameter", name, is_head=False)
         if problem is None:
             r = lora_rank_of(lora, name)
             layers.append(plan_parameter(parameters[name], r, tp_size))
@@ -138,7 +147,13 @@ def plan_layers(
     return tuple(layers)
 
 
-def _plan_module(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
+def _option_problem(facts: ModelFacts, lora: LoraConfig, module: ModuleFacts) -> str | None:
+    assert module.kind is not None  # _module_problem refused the others
+    is_head = any(head.module_name == module.name for head in facts.with_role("head"))
+    return option_problem(lora, module.kind, module.name, is_head=is_head)
+
+
+def _plan_module(module: ModuleFacts, lora: LoraConfig, tp_size: int) -> LayerPlan:
     kind = module.kind
     assert kind is not None  # _module_problem refused the others
     in_dim = 1 if kind == "linear" else 0
@@ -149,8 +164,9 @@ def _plan_module(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
         module.weight_shape,
         (in_dim, 1 - in_dim),
         has_bias=module.has_bias,
-        r=r,
+        r=lora_rank_of(lora, module.name),
         tp_size=tp_size,
+        extras=wanted_extras(lora),
     )
 
 

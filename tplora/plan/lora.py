@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tplora.errors import PlanError
 from tplora.plan.facts import read_facts
 from tplora.plan.target import expert_names
-from tplora.recipe.lora_rules import say_value
+from tplora.recipe.lora_rules import say_method, say_value
 from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["build_lora_config", "expert_parameters", "find_config_problems"]
-
-# What an adapter is and where it comes from, not what it computes.
-_NOT_OPTIONS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_type",
-    "peft_version",
-    "revision",
-}
 
 
 def expert_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
@@ -68,12 +58,14 @@ def build_lora_config(
 
 def find_config_problems(config: LoraConfig) -> list[str]:
     """Every field of ``config`` that is set to something that cannot be done exactly, by name."""
+    if config.peft_type != "LORA":
+        return [f"{type(config).__name__}: {say_method(config.peft_type)}"]
     problems = []
     default = type(config)()
     defaults = {field.name: getattr(default, field.name) for field in dataclasses.fields(config)}
     for name, usual in defaults.items():
         value = getattr(config, name)
-        if name in _NOT_OPTIONS or value == usual or not value:
+        if value == usual or not value:
             continue
         message = say_value(name, value, defaults)
         if message:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tplora.errors import RecipeError
 from tplora.recipe.defaults import fill_defaults
-from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems
+from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems, is_refused
 from tplora.recipe.parse import build_recipe, read_document
 from tplora.recipe.schema import TABLES, Recipe
 from tplora.recipe.train_rules import REFUSED_KEYS, find_train_problems
@@ -94,7 +94,7 @@ def _name_problems(
     for key, value in values.items():
         if key not in fields:
             message = _say_unknown(table, key, fields)
-        elif table == "train" and key in REFUSED_KEYS:
+        elif (table == "train" and key in REFUSED_KEYS) or (table == "lora" and is_refused(key)):
             continue  # its own reason says more than its type would
         else:
             need = fields[key].say_need(value)

@@ -3,24 +3,45 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tplora.recipe.lora_fields import LORA_FIELDS, OWN_KEYS, LoraField
 from tplora.recipe.wording import Places, say_problem
 
-__all__ = ["SUPPORTED", "find_lora_problems", "say_value"]
+__all__ = ["SUPPORTED", "find_lora_problems", "is_refused", "say_method", "say_value"]
 
 SUPPORTED = (
-    "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules", "lora_dropout",
-    "bias", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
-    "init_lora_weights", "task_type", "experts",
-)  # fmt: skip
-
-_ONLY: Mapping[str, tuple[object, ...]] = {
-    "bias": ("none",),
-    "task_type": ("CAUSAL_LM",),
-    "init_lora_weights": (True, False, "gaussian"),
-}
-_NOT_EXACT = (
-    "is a LoraConfig field that tplora cannot do exactly under tensor parallelism yet; leave it out"
+    *(name for name, field in LORA_FIELDS.items() if field.state == "exact"),
+    *OWN_KEYS,
 )
+"""What a recipe may set."""
+
+_EXACT = LoraField(state="exact")
+_OTHER_METHOD = 'only "LORA" is trained; leave peft_type out'
+_LIKE = {
+    "IA3 VERA LOHA LOKR OFT BOFT HRA FOURIERFT VBLORA RANDLORA SHIRA C3A ROAD MISS": (
+        "changes weights by another rule than B A; choose a small lora.r for few parameters"
+    ),
+    "ADALORA": "changes r while it trains; set lora.r or lora.rank_pattern",
+    "PROMPT_TUNING P_TUNING PREFIX_TUNING MULTITASK_PROMPT_TUNING CPT CARTRIDGE": (
+        "trains virtual tokens; LoRA on the attention is the nearest"
+    ),
+    "LN_TUNING TRAINABLE_TOKENS BEFT": (
+        "is a part of LoRA's config: lora.modules_to_save for norms, lora.trainable_token_indices "
+        "for tokens, lora.bias for biases"
+    ),
+    "XLORA POLY": "mixes adapters; combine them with model.add_weighted_adapter",
+}
+
+
+def is_refused(key: str) -> bool:
+    """Whether a field is refused whatever it is set to, but for its default."""
+    return LORA_FIELDS.get(key, _EXACT).state == "refused"
+
+
+def say_method(peft_type: object) -> str:
+    """Why another of PEFT's methods is not trained, and the nearest that is."""
+    name = str(getattr(peft_type, "value", peft_type)).upper()
+    why = next((why for names, why in _LIKE.items() if name in names.split()), None)
+    return _OTHER_METHOD if why is None else f"{name} {why}; {_OTHER_METHOD}"
 
 
 def find_lora_problems(
@@ -32,7 +53,7 @@ def find_lora_problems(
 ) -> Iterator[str]:
     """Every rule broken by the keys of right name and type; ``given`` has the others too."""
     for key, value in lora.items():
-        message = say_value(key, value, defaults)
+        message = _say_record(key, value, defaults) or say_value(key, value, defaults)
         if message:
             yield say_problem(["lora", key], message, places=places, value=value)
     if not {"target_modules", "target_parameters", "experts"} & set(given):
@@ -44,14 +65,24 @@ def find_lora_problems(
     yield from _list_problems(lora, places)
 
 
+def _say_record(key: str, value: object, defaults: Mapping[str, Any]) -> str | None:
+    """Fields that say what an adapter is: they are written by the run, not by a recipe."""
+    if LORA_FIELDS.get(key, _EXACT).state != "record" or value == defaults[key]:
+        return None
+    if key == "peft_type":
+        return say_method(value)
+    return "says what an adapter is, which the run writes itself; leave it out"
+
+
 def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | None:
     """What is wrong with one field of ``LoraConfig``, or None."""
-    if key not in SUPPORTED:
-        return None if value == defaults[key] else _NOT_EXACT
-    if key in _ONLY and value not in _ONLY[key]:
-        allowed = ", ".join(_spell(one) for one in _ONLY[key])
+    field = LORA_FIELDS.get(key, _EXACT)
+    if field.state == "refused":
+        return None if value == defaults[key] else field.note
+    if field.only and value not in field.only:
+        allowed = ", ".join(_spell(one) for one in field.only)
         return f"cannot be done exactly under tensor parallelism yet; allowed is {allowed}"
-    if isinstance(value, dict):
+    if key.endswith("_pattern") and isinstance(value, dict):
         return _say_pattern(value)
     if key in ("r", "lora_alpha") and isinstance(value, int) and value < 1:
         return "needs a whole number of 1 or more"

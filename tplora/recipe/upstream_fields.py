@@ -27,6 +27,9 @@ class UpstreamField:
 
     def say_need(self, value: object) -> str | None:
         """What ``value`` would have to be, in words; None when it is that already."""
+        inner = _inner_class(self.hint)
+        if inner is not None and isinstance(value, dict):
+            return _say_inner_need(inner, value)
         adapter = TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
         try:
             # Strict: true is no number and 60.0 no whole one, but a whole number is a number.
@@ -77,6 +80,23 @@ def _fields(cls: type) -> Mapping[str, UpstreamField]:
             default = field.default_factory()
         found[field.name] = UpstreamField(hint=hints[field.name], default=default)
     return found
+
+
+def _inner_class(hint: object) -> type | None:
+    """The config inside a config that a table of the recipe fills, such as ``BdLoraConfig``."""
+    kinds = (kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+def _say_inner_need(inner: type, values: Mapping[str, Any]) -> str | None:
+    fields = _fields(inner)
+    for key, value in values.items():
+        if key not in fields:
+            return f"a table of {', '.join(fields)}; {key} is none of them"
+        need = fields[key].say_need(value)
+        if need is not None:
+            return f"a table whose {key} is {need}"
+    return None
 
 
 def _enum_names(hint: object) -> set[str]:

@@ -4,6 +4,7 @@ PEFT asks a layer for this table; a kind that is not in it is refused when a run
 """
 
 from tplora.adapter.variants.activated import ActivatedLora
+from tplora.adapter.variants.block_diagonal import BlockDiagonal
 from tplora.adapter.variants.dora import EmbeddingDora, LinearDora
 from tplora.adapter.variants.local import LocalVariant, take_context
 
@@ -12,6 +13,7 @@ __all__ = ["EMBEDDING_VARIANTS", "LINEAR_VARIANTS", "LocalVariant", "take_contex
 LINEAR_VARIANTS: dict[tuple[str, ...], type[LocalVariant] | None] = {
     (): None,
     ("use_dora",): LinearDora,
+    ("use_bdlora",): BlockDiagonal,
     ("alora_invocation_tokens",): ActivatedLora,
 }
 EMBEDDING_VARIANTS: dict[tuple[str, ...], type[LocalVariant] | None] = {

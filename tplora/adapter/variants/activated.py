@@ -56,25 +56,7 @@ class ActivatedLora(LocalVariant):
         dtype = torch.promote_types(flat.dtype, delta.dtype)
         return flat.to(dtype).index_add(0, chosen, delta.to(dtype)).view(result.shape)
 
-    def merge_safe(
-        self, module: Any, active_adapter: str, orig_weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Refused.
-
-        Raises:
-            PlanError: Always.
-        """
-        raise PlanError([_NO_MERGE])
-
-    def merge_unsafe(self, module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        """Refused.
-
-        Raises:
-            PlanError: Always.
-        """
-        raise PlanError([_NO_MERGE])
-
-    def unmerge(self, module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+    def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Refused.
 
         Raises:

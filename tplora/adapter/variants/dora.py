@@ -18,7 +18,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tplora.adapter.factor import delta_like, factors_of
+from tplora.adapter.factor import factors_of
 from tplora.adapter.variants.local import LocalVariant
 from tplora.upstream import local_shard, placement_of
 
@@ -141,38 +141,24 @@ class LinearDora(LocalVariant):
     def _out_in(self, plan: TensorPlan) -> TensorPlan:
         return plan
 
-    # Merging, in PEFT's words; W may be a DTensor, and every step is local.
-
-    def merge_safe(
-        self, module: Any, active_adapter: str, orig_weight: torch.Tensor
-    ) -> torch.Tensor:
-        """``m / n (W + delta)``, placed as W is; n is of W before anything was merged into it."""
+    def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """``m / n (W + delta)``; n is of W before anything was merged into it."""
+        factors = factors_of(module.factors, name)
+        a, b, magnitude = (factors[what].local() for what in ("A", "B", "magnitude"))
         with module._unmerged_base_weight() as unmerged, torch.no_grad():
-            tensors = {
-                what: factor.local()
-                for what, factor in factors_of(module.factors, active_adapter).items()
-            }
-            weight = self._oriented(local_shard(unmerged))
-            norm = self._norm(
-                module, weight, tensors["A"], tensors["B"], module.scaling[active_adapter]
-            )
-        scale = (tensors["magnitude"].detach() / norm)[:, None]
-        module._cache_store(f"{active_adapter}-dora_scale", scale)
-        weight = module.get_base_layer().weight
-        total = local_shard(weight) + local_shard(module.get_delta_weight(active_adapter))
-        merged = self._oriented(scale * self._oriented(total))
-        return delta_like(weight, merged.to(weight.dtype))
+            oriented = self._oriented(local_shard(unmerged))
+            norm = self._norm(module, oriented, a, b, module.scaling[name])
+        scale = (magnitude.detach() / norm)[:, None]
+        module._cache_store(f"{name}-scale", scale)
+        weight = local_shard(module.get_base_layer().weight.data)
+        total = weight + local_shard(module.get_delta_weight(name))
+        return self._oriented(scale * self._oriented(total))
 
-    def merge_unsafe(self, module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        """As ``merge_safe``, in place."""
-        orig_weight.data = self.merge_safe(module, active_adapter, orig_weight)
-
-    def unmerge(self, module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+    def unmerged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
         """``W' n / m - delta``."""
-        scale = module._cache_pop(f"{active_adapter}-dora_scale")
-        local = self._oriented(self._oriented(local_shard(orig_weight.detach())) / scale)
-        delta = local_shard(module.get_delta_weight(active_adapter))
-        return delta_like(orig_weight, (local - delta).to(orig_weight.dtype))
+        scale = module._cache_pop(f"{name}-scale")
+        divided = self._oriented(self._oriented(weight) / scale)
+        return divided - local_shard(module.get_delta_weight(name))
 
 
 class EmbeddingDora(LinearDora):

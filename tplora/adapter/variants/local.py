@@ -41,6 +41,14 @@ class LocalVariant(LoraVariant):  # type: ignore[misc]
         """As ``TploraLinear.apply_adapter``: ``result`` with this adapter's part."""
         raise NotImplementedError
 
+    def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of W with the adapter in it."""
+        raise NotImplementedError
+
+    def unmerged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """What ``merged`` undoes."""
+        raise NotImplementedError
+
 
 def take_context(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take out of a forward's arguments what PEFT's hooks put in for the adapter.

@@ -1,0 +1,99 @@
+"""Every field of peft's ``LoraConfig``: exact under tensor parallelism, or refused and why.
+
+The tests hold the table to the class: a field of peft's that is not here fails them, and so does an
+exact one that no parity test uses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["LORA_FIELDS", "OWN_KEYS", "LoraField"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraField:
+    """What becomes of one field."""
+
+    state: Literal["exact", "refused", "record"]
+    """"record" says what an adapter is or where it comes from, not what it computes."""
+    note: str = ""
+    """Of an exact field, how far; of a refused one, why, and what to do instead."""
+    only: tuple[object, ...] = ()
+    """The values that are exact, where not all of them are."""
+
+
+def _exact(note: str = "", *, only: tuple[object, ...] = ()) -> LoraField:
+    return LoraField(state="exact", note=note, only=only)
+
+
+def _refused(why: str) -> LoraField:
+    return LoraField(state="refused", note=why)
+
+
+def _record(note: str = "") -> LoraField:
+    return LoraField(state="record", note=note)
+
+
+_NOT_YET = "cannot be done exactly under tensor parallelism yet; leave it out"
+
+LORA_FIELDS: Mapping[str, LoraField] = {
+    "task_type": _exact(only=("CAUSAL_LM",)),
+    "peft_type": _record(),
+    "auto_mapping": _record(),
+    "peft_version": _record(),
+    "base_model_name_or_path": _record(),
+    "revision": _record("of the base"),
+    "inference_mode": _record("nothing is trained"),
+    "r": _exact(),
+    "target_modules": _exact('a list, a regular expression, or "all-linear"'),
+    "exclude_modules": _exact(),
+    "lora_alpha": _exact(),
+    "lora_dropout": _exact("masks are the same at every tp_size"),
+    "fan_in_fan_out": _refused(
+        "is for Conv1D (GPT-2), which no architecture with a tensor-parallel plan has; leave it out"
+    ),
+    "bias": _exact(only=("none",)),
+    "use_rslora": _exact(),
+    "modules_to_save": _refused(_NOT_YET),
+    "init_lora_weights": _exact(only=(True, False, "gaussian")),
+    "layers_to_transform": _exact(),
+    "layers_pattern": _exact(),
+    "rank_pattern": _exact(),
+    "alpha_pattern": _exact(),
+    "megatron_config": _refused("is for Megatron's own layers; leave it out"),
+    "megatron_core": _refused("is for Megatron's own layers; leave it out"),
+    "trainable_token_indices": _refused(_NOT_YET),
+    "loftq_config": _refused(_NOT_YET),
+    "eva_config": _refused(_NOT_YET),
+    "corda_config": _refused(_NOT_YET),
+    "lora_ga_config": _refused(_NOT_YET),
+    "use_dora": _exact("linear layers and embeddings; the norm is over the whole row"),
+    "velora_config": _refused(
+        "compresses the input of A by groups of features that a cut input does not hold whole; "
+        "leave it out, and save memory with train.gradient_checkpointing"
+    ),
+    "alora_invocation_tokens": _exact("linear layers but the head"),
+    "use_qalora": _refused("works on GPTQ layers alone, which are not loaded; leave it out"),
+    "qalora_group_size": _refused("belongs to use_qalora; leave it out"),
+    "monteclora_config": _refused(
+        "draws noise in each layer on each rank, so ranks would differ; use lora_dropout"
+    ),
+    "layer_replication": _refused(
+        "copies layers whose tensor-parallel forward stays bound to the first; write the "
+        "replicated model to a folder and adapt that"
+    ),
+    "runtime_config": _refused("moves factors between devices while they are made; leave it out"),
+    "lora_bias": _exact("linear layers"),
+    "target_parameters": _exact(),
+    "use_bdlora": _exact("blocks follow the cut; nblocks has to be a multiple of tp_size there"),
+    "arrow_config": _refused(
+        "routes tokens between adapters by their whole factors; combine adapters with "
+        "model.add_weighted_adapter instead"
+    ),
+    "kasa_config": _refused(_NOT_YET),
+    "ensure_weight_tying": _refused(_NOT_YET),
+}
+
+OWN_KEYS = ("experts",)
+"""Keys of ``[lora]`` that are tplora's own."""
