@@ -64,9 +64,10 @@ def attach_adapter(
 
 
 def _check_trainable(model: TploraModel) -> None:
-    """Only factors are trainable, and all of them are; for inference, nothing is."""
-    is_trained = not model.peft_config["default"].inference_mode
-    expected = set(model.factors()) if is_trained else set()
+    """Only factors are trainable, and all that the plan trains; for inference, nothing is."""
+    expected = {name for name, factor in model.factors().items() if factor.plan.is_trained}
+    if model.peft_config["default"].inference_mode:
+        expected = set()
     found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if found != expected:
         wrong = sorted(found ^ expected)

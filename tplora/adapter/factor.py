@@ -197,7 +197,7 @@ def factors_of(factors: Mapping[str, Factors], adapter_name: str) -> Factors:
 
 
 def factors_of_linears(layer: Any, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
-    """A, B and B's bias, which PEFT holds in two linears, ``lora_A`` and ``lora_B``; DoRA's vector.
+    """A, B and B's bias, which PEFT holds in two linears, ``lora_A`` and ``lora_B``; the vectors.
 
     A factor has the name of its parameter in PEFT's model.
     """
@@ -205,17 +205,18 @@ def factors_of_linears(layer: Any, adapter_name: str, prefix: str, plan: LayerPl
         "A": ("lora_A", "weight", plan.a),
         "B": ("lora_B", "weight", plan.b),
     }
-    extras = {"bias": ("lora_B", "bias"), "magnitude": ("lora_magnitude_vector", "weight")}
-    places |= {extra: (*extras[extra], factor_plan) for extra, factor_plan in plan.extras}
-    return {
-        what: Factor(
-            f"{prefix}.{key}.{adapter_name}.{leaf}",
-            (getattr(layer, key)[adapter_name], leaf),
-            factor_plan,
-            layer.mesh,
-        )
-        for what, (key, leaf, factor_plan) in places.items()
+    extras = {
+        "bias": ("lora_B", "bias"),
+        "magnitude": ("lora_magnitude_vector", "weight"),
+        "diagonal": ("lora_diag", ""),
     }
+    places |= {extra: (*extras[extra], factor_plan) for extra, factor_plan in plan.extras}
+    factors = {}
+    for what, (key, leaf, factor_plan) in places.items():
+        holder, name = getattr(layer, key), f"{prefix}.{key}.{adapter_name}"
+        owner = (holder[adapter_name], leaf) if leaf else (holder, adapter_name)
+        factors[what] = Factor(f"{name}.{leaf}".rstrip("."), owner, factor_plan, layer.mesh)
+    return factors
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

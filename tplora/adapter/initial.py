@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tplora.adapter.factor import Factors
     from tplora.plan.layer import LayerPlan
 
 __all__ = ["FromWholeWeight", "Initial", "check_preprocessed", "gather_weight", "whole_weight"]
@@ -87,6 +88,7 @@ class FromWholeWeight:
     """Put before PEFT's layer: its inits see W in full, and leave this rank's piece of W'."""
 
     mesh: DeviceMesh | None
+    factors: dict[str, Factors]
 
     @property
     def initial(self) -> dict[str, Initial]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
+from tplora.adapter.original import check_probes
 from tplora.errors import ArtifactError
 from tplora.upstream import local_shard
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
@@ -28,8 +29,10 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
         adapter_name: Which adapter of the model.
 
     Raises:
-        ArtifactError: If the file's tensors are not exactly this adapter's factors, by name.
+        ArtifactError: If the file's tensors are not exactly this adapter's factors, by name, or are
+            for a base that the adapter's init has changed otherwise.
     """
+    check_probes(model, Path(folder), adapter_name)
     path = Path(folder) / "adapter_model.safetensors"
     config = model.peft_config[adapter_name]
     by_key = {

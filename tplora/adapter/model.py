@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModelForCausalLM
 
 from tplora.adapter.card import card_text
+from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
@@ -17,6 +18,7 @@ from tplora.adapter.save import save_adapter
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, plan_layers
+from tplora.plan.initial import alone_problem, changes_base
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import auto_class, tp_mesh
 
@@ -83,6 +85,9 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         Raises:
             PlanError: A target that cannot be exact, by name.
         """
+        problem = alone_problem(peft_config, self.peft_config.values())
+        if problem:
+            raise PlanError([problem])
         base, facts = self.get_base_model(), self.plan.facts
         targets = _without_adapter_parts(match_targets(base, peft_config, facts), facts)
         layers = plan_layers(facts, peft_config, targets, tp_size=self.plan.tp_size, problems=[])
@@ -94,21 +99,40 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         self.peft_config[adapter_name] = in_file
         self._take_factors(adapter_name, layers)
 
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: PEFT would combine this rank's pieces with full tensors.
+    def add_weighted_adapter(
+        self, adapters: list[str], weights: list[float], adapter_name: str, **settings: Any
+    ) -> None:
+        """PEFT's ``add_weighted_adapter``, on full factors; the new adapter is cut like its layers.
+
+        Collective: every rank calls it.
+
+        Args:
+            adapters: The adapters to combine; plain LoRA on modules.
+            weights: One for each.
+            adapter_name: What the new one is called.
+            settings: PEFT's, such as ``combination_type``; as there, "svd" when left out.
 
         Raises:
-            PlanError: Always.
+            PlanError: If they cannot be combined.
         """
-        raise PlanError(
-            [
-                "add_weighted_adapter: cannot be done on factors that are cut; save the adapters, "
-                "combine them with plain PEFT in one process, and load_adapter the result"
-            ]
-        )
+        settings |= {"weights": weights}
+        config, whole = combined_config(self, adapters, adapter_name, settings)
+        self.add_adapter(adapter_name, config)
+        fill_combined(self, adapter_name, whole)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used."""
+        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used.
+
+        Raises:
+            PlanError: If the base's weights would stay as the adapter's init has changed them.
+        """
+        if changes_base(self.peft_config[adapter_name]):
+            raise PlanError(
+                [
+                    f"delete_adapter: {adapter_name!r} has changed the base's weights, which would "
+                    "stay so; save it, and load the base anew"
+                ]
+            )
         names = list(self.factors(adapter_name))
         super().delete_adapter(adapter_name)
         if self.sync is not None:

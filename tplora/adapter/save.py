@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.errors import ArtifactError
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
@@ -53,6 +54,9 @@ def save_adapter(
 ) -> None:
     """Write a normal PEFT adapter folder: full shapes, ``adapter_config.json``, model card.
 
+    It is for the base as it was loaded. An adapter whose init changed the base (PiSSA and the like)
+    becomes plain LoRA of twice the rank for that.
+
     Collective: every rank calls it with the same folder; the first rank of the world writes. Files
     are written aside and renamed into place, the weights before the config that makes the folder
     an adapter.
@@ -84,14 +88,28 @@ def write_adapter(
     factors: dict[str, torch.Tensor],
     *,
     adapter_names: Sequence[str] | None = None,
+    as_trained: bool = False,
 ) -> None:
     """The writer's part of ``save_adapter``, over what ``gather_factors`` gave it.
+
+    Args:
+        model: The model whose factors these are.
+        folder: Where to.
+        factors: Every full factor.
+        adapter_names: Which adapters; all of them when left out.
+        as_trained: Write the factors that an optimizer's state belongs to, also where they are for
+            a base that their init has changed; see ``original.py``.
 
     Raises:
         ArtifactError: If a factor is not finite or not whole; then nothing is written.
     """
     _check_factors(model, factors)
-    _write(model, Path(folder), factors, adapter_names)
+    if as_trained:
+        _write(model, Path(folder), factors, adapter_names)
+        write_probes(model, Path(folder))
+        return
+    with for_loaded_base(model, factors) as widened:
+        _write(model, Path(folder), widened, adapter_names)
 
 
 def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from tplora.errors import PlanError
 from tplora.plan.architectures import architecture_problem
 from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
+from tplora.plan.initial import find_init_problems, layer_init_problem, plan_trained
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
 from tplora.plan.options import option_problem, wanted_extras
@@ -55,7 +56,7 @@ class Plan:
     @property
     def num_trainable(self) -> int:
         """Trainable elements of the full adapter."""
-        return sum(factor.numel for layer in self.layers for factor in layer.factors)
+        return sum(f.numel for layer in self.layers for f in layer.factors if f.is_trained)
 
 
 def build_plan(
@@ -120,7 +121,7 @@ def plan_layers(
     problems: list[str],
 ) -> tuple[LayerPlan, ...]:
     """Plan each weight of ``targets``; raise all of ``problems`` and those found here together."""
-    problems += find_config_problems(lora)
+    problems += find_config_problems(lora) or find_init_problems(lora)
     modules = {module.name: module for module in facts.modules}
     parameters = {parameter.name: parameter for parameter in facts.parameters}
     layers = []
@@ -130,18 +131,23 @@ def plan_layers(
         if problem is None:
             layer = _plan_module(modules[name], lora, tp_size)
             problem = lora.use_bdlora and block_problem(lora.use_bdlora, layer, tp_size)
+            is_tied = f"{name}.weight" not in parameters
+            problem = problem or layer_init_problem(lora, layer, is_tied=is_tied)
         if problem:
             problems.append(problem)
         else:
+            layer = plan_trained(lora, layer)
             layers.append(plan_blocks(lora.use_bdlora, layer) if lora.use_bdlora else layer)
     for name in targets.parameters:
         problem = parameter_problem(parameters.get(name), name, lora, facts, tp_size)
         problem = problem or option_problem(lora, "parameter", name, is_head=False)
         if problem is None:
-            r = lora_rank_of(lora, name)
-            layers.append(plan_parameter(parameters[name], r, tp_size))
-        else:
+            layer = plan_parameter(parameters[name], lora_rank_of(lora, name), tp_size)
+            problem = layer_init_problem(lora, layer, is_tied=False)
+        if problem:
             problems.append(problem)
+        else:
+            layers.append(layer)
     if problems:
         raise PlanError(problems)
     return tuple(layers)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["option_problem", "wanted_extras"]
 
-_LINEAR_ONLY = ("lora_bias", "use_bdlora", "alora_invocation_tokens")
+_LINEAR_ONLY = ("lora_bias", "use_bdlora", "alora_invocation_tokens", "kasa_config")
 _MODULES_ONLY = ("use_dora", *_LINEAR_ONLY)
 _MISSING = {
     "embedding": (_LINEAR_ONLY, "an embedding"),
@@ -26,6 +26,8 @@ def wanted_extras(config: LoraConfig) -> tuple[Extra, ...]:
         wanted.append("magnitude")
     if config.lora_bias:
         wanted.append("bias")
+    if config.kasa_config:
+        wanted.append("diagonal")
     return tuple(wanted)
 
 

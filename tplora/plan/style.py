@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 Kind = Literal["linear", "embedding", "parameter"]
-Extra = Literal["magnitude", "bias"]
-"""What some kinds of LoRA train beside A and B: DoRA's magnitude, and a bias of B."""
+Extra = Literal["magnitude", "bias", "diagonal"]
+"""What some kinds of LoRA train beside A and B: DoRA's magnitude, a bias of B, KaSA's diagonal."""
 
 
 def shard_range(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -109,6 +109,8 @@ class FactorPlan(TensorPlan):
 
     is_grad_partial: bool
     """Whether the gradient on one rank is a part of a sum that still has to be taken."""
+    is_trained: bool = True
+    """Whether it has a gradient at all: MiCA's B keeps its first values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,17 +214,24 @@ def place_factors(
 
 
 def place_extra(extra: Extra, weight: TensorPlan, b: FactorPlan) -> FactorPlan:
-    """The placement of a vector over W's output features, from those of W and B.
+    """The placement of a vector beside A and B, from those of W and B.
 
-    It is cut with B. Where W is cut on its input it is whole, and its gradient is partial if it
-    multiplies a partial sum (a magnitude), full if it is added once the sum is taken (a bias).
+    One over W's output features is cut with B. Where W is cut on its input it is whole, and its
+    gradient is partial if it multiplies a partial sum (a magnitude), full if it is added once the
+    sum is taken (a bias). One over the rank (a diagonal between A and B) is whole, and every rank
+    of a cut W sees a part of what it multiplies or feeds.
 
     Args:
         extra: What the vector is.
         weight: W and its cut.
         b: B, which has W's output features as rows.
     """
-    is_added_after_sum = extra == "bias" and weight.shard_dim is not None
+    is_cut = weight.shard_dim is not None
+    if extra == "diagonal":
+        return FactorPlan(
+            shape=(b.shape[1],), shard_dim=None, is_grad_partial=is_cut or b.is_grad_partial
+        )
+    is_added_after_sum = extra == "bias" and is_cut
     return FactorPlan(
         shape=(b.shape[0],),
         shard_dim=b.shard_dim,

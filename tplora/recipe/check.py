@@ -96,6 +96,8 @@ def _name_problems(
             message = _say_unknown(table, key, fields)
         elif (table == "train" and key in REFUSED_KEYS) or (table == "lora" and is_refused(key)):
             continue  # its own reason says more than its type would
+        elif table == "lora" and key == "init_lora_weights":
+            continue  # peft's type spells out pissa_niter_N with a placeholder
         else:
             need = fields[key].say_need(value)
             message = f"needs {need}" if need else ""

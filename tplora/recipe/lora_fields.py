@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LORA_FIELDS", "OWN_KEYS", "LoraField"]
+__all__ = [
+    "INITS",
+    "INITS_IN_PYTHON",
+    "LORA_FIELDS",
+    "OWN_KEYS",
+    "REFUSED_INITS",
+    "LoraField",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,26 @@ def _record(note: str = "") -> LoraField:
     return LoraField(state="record", note=note)
 
 
+INITS = (True, False, "gaussian", "orthogonal", "pissa", "olora", "mica", "corda", "lora_ga")
+"""Values of ``init_lora_weights`` that are exact; "pissa_niter_N" is as well."""
+
+INITS_IN_PYTHON: Mapping[str, str] = {
+    "corda": "reads what peft's preprocess_corda leaves on a loaded model",
+    "lora_ga": "reads what peft's preprocess_loraga leaves on a loaded model",
+}
+"""Those that a recipe cannot ask for, and why."""
+
+REFUSED_INITS: Mapping[str, str] = {
+    "loftq": (
+        "makes up for what quantising the base loses, and the base is held in model.dtype; leave "
+        'it out, or use "pissa", which trains the largest part of each weight'
+    ),
+    "eva": (
+        "computes A from whole inputs of every layer, which are cut here; run peft's "
+        "initialize_lora_eva_weights in one process, save, and start from that folder"
+    ),
+}
+
 _NOT_YET = "cannot be done exactly under tensor parallelism yet; leave it out"
 
 LORA_FIELDS: Mapping[str, LoraField] = {
@@ -56,7 +83,9 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "bias": _exact(only=("none",)),
     "use_rslora": _exact(),
     "modules_to_save": _refused(_NOT_YET),
-    "init_lora_weights": _exact(only=(True, False, "gaussian")),
+    "init_lora_weights": _exact(
+        '"corda" and "lora_ga" in Python alone, after peft\'s preprocessing; not "loftq" and "eva"'
+    ),
     "layers_to_transform": _exact(),
     "layers_pattern": _exact(),
     "rank_pattern": _exact(),
@@ -64,10 +93,10 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "megatron_config": _refused("is for Megatron's own layers; leave it out"),
     "megatron_core": _refused("is for Megatron's own layers; leave it out"),
     "trainable_token_indices": _refused(_NOT_YET),
-    "loftq_config": _refused(_NOT_YET),
-    "eva_config": _refused(_NOT_YET),
-    "corda_config": _refused(_NOT_YET),
-    "lora_ga_config": _refused(_NOT_YET),
+    "loftq_config": _refused(REFUSED_INITS["loftq"]),
+    "eva_config": _refused(REFUSED_INITS["eva"]),
+    "corda_config": _exact('read by init_lora_weights = "corda"'),
+    "lora_ga_config": _exact('read by init_lora_weights = "lora_ga"'),
     "use_dora": _exact("linear layers and embeddings; the norm is over the whole row"),
     "velora_config": _refused(
         "compresses the input of A by groups of features that a cut input does not hold whole; "
@@ -91,7 +120,7 @@ LORA_FIELDS: Mapping[str, LoraField] = {
         "routes tokens between adapters by their whole factors; combine adapters with "
         "model.add_weighted_adapter instead"
     ),
-    "kasa_config": _refused(_NOT_YET),
+    "kasa_config": _exact("linear layers, as the model's only adapter"),
     "ensure_weight_tying": _refused(_NOT_YET),
 }
 

@@ -1,9 +1,17 @@
 """What ``[lora]`` may ask for: what of ``LoraConfig`` is exact under tensor parallelism."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tplora.recipe.lora_fields import LORA_FIELDS, OWN_KEYS, LoraField
+from tplora.recipe.lora_fields import (
+    INITS,
+    INITS_IN_PYTHON,
+    LORA_FIELDS,
+    OWN_KEYS,
+    REFUSED_INITS,
+    LoraField,
+)
 from tplora.recipe.wording import Places, say_problem
 
 __all__ = ["SUPPORTED", "find_lora_problems", "is_refused", "say_method", "say_value"]
@@ -53,7 +61,11 @@ def find_lora_problems(
 ) -> Iterator[str]:
     """Every rule broken by the keys of right name and type; ``given`` has the others too."""
     for key, value in lora.items():
-        message = _say_record(key, value, defaults) or say_value(key, value, defaults)
+        message = (
+            _say_record(key, value, defaults)
+            or say_value(key, value, defaults)
+            or _say_in_python(key, value)
+        )
         if message:
             yield say_problem(["lora", key], message, places=places, value=value)
     if not {"target_modules", "target_parameters", "experts"} & set(given):
@@ -82,6 +94,8 @@ def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | Non
     if field.only and value not in field.only:
         allowed = ", ".join(_spell(one) for one in field.only)
         return f"cannot be done exactly under tensor parallelism yet; allowed is {allowed}"
+    if key == "init_lora_weights":
+        return _say_init(value)
     if key.endswith("_pattern") and isinstance(value, dict):
         return _say_pattern(value)
     if key in ("r", "lora_alpha") and isinstance(value, int) and value < 1:
@@ -89,6 +103,21 @@ def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | Non
     if key == "lora_dropout" and isinstance(value, int | float) and not 0 <= value < 1:
         return "needs a number from 0 up to, but not, 1"
     return None
+
+
+def _say_in_python(key: str, value: object) -> str | None:
+    init = value if key == "init_lora_weights" else key.removesuffix("_config")
+    why = INITS_IN_PYTHON.get(str(init))
+    return why and f'{why}; attach from Python, or use init_lora_weights = "pissa"'
+
+
+def _say_init(value: object) -> str | None:
+    if value in INITS or re.fullmatch(r"pissa_niter_[1-9]\d*", str(value)):
+        return None
+    if str(value) in REFUSED_INITS:
+        return REFUSED_INITS[str(value)]
+    allowed = ", ".join(_spell(one) for one in INITS)
+    return f'is no init of peft; allowed is {allowed}, "pissa_niter_N"'
 
 
 def _say_pattern(pattern: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from peft.tuners.lora.variants import MiCAEmbeddingVariant, MiCALinearVariant
 
 from tplora.adapter.variants.local import LocalVariant
+from tplora.upstream import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddingMinor", "LinearMinor"]
 
 
-class LinearMinor(LocalVariant, MiCALinearVariant):  # type: ignore[misc]
+class LinearMinor(LocalVariant):
     """Plain LoRA on a linear whose B PEFT freezes. Communication: none."""
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        """PEFT's, which freezes B."""
+        MiCALinearVariant.init(module, adapter_name, **kwargs)
 
     def apply(
         self,
@@ -42,9 +47,21 @@ class LinearMinor(LocalVariant, MiCALinearVariant):  # type: ignore[misc]
         scaling: float = module.scaling[name]
         return result + F.linear(F.linear(dropped, tensors["A"]), tensors["B"]) * scaling
 
+    def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """``W + delta``, as of plain LoRA."""
+        return weight + local_shard(module.get_delta_weight(name))
 
-class EmbeddingMinor(LocalVariant, MiCAEmbeddingVariant):  # type: ignore[misc]
+    def unmerged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """``W - delta``."""
+        return weight - local_shard(module.get_delta_weight(name))
+
+
+class EmbeddingMinor(LinearMinor):
     """Plain LoRA on an embedding whose B PEFT freezes. Communication: none."""
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        """PEFT's, which freezes B."""
+        MiCAEmbeddingVariant.init(module, adapter_name, **kwargs)
 
     def apply(
         self,
