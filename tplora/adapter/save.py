@@ -50,6 +50,7 @@ def save_adapter(
     folder: str | Path,
     *,
     adapter_names: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
     is_writer: bool = True,
 ) -> None:
     """Write a normal PEFT adapter folder: full shapes, ``adapter_config.json``, model card.
@@ -65,6 +66,7 @@ def save_adapter(
         model: The model whose factors are saved.
         folder: Where to; made if it is not there, added to if it is.
         adapter_names: Which adapters; all of them when left out.
+        dtype: What the factors are rounded to; written as they were trained when left out.
         is_writer: False keeps this rank from writing even if it is the first.
 
     Raises:
@@ -73,6 +75,8 @@ def save_adapter(
     """
     is_writer = is_writer and (not dist.is_initialized() or dist.get_rank() == 0)
     factors = gather_factors(model, is_writer=is_writer)
+    if dtype is not None:
+        factors = {name: factor.to(dtype) for name, factor in factors.items()}
     problem = ""
     if is_writer:
         try:

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
+from tplora.artifact.tensor_file import DTYPES
 from tplora.errors import ArtifactError
 
 __all__ = ["ADAPTER_PREFIX", "AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
@@ -62,6 +63,13 @@ class AdapterFiles:
     """Module to key of a copy of its base weight; PEFT adds it for adapted embeddings and heads."""
     others: tuple[str, ...]
     """Keys that are neither a factor of LoRA nor such a copy."""
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """What the factors are written in."""
+        with safe_open(self.folder / _WEIGHTS, framework="pt") as file:
+            names = {file.get_slice(key).get_dtype() for key in self.shapes}
+        return {DTYPES[name] for name in names if name in DTYPES}
 
     def tensor(self, key: str) -> torch.Tensor:
         """Read one tensor."""
@@ -221,14 +229,15 @@ def _pair(
     num_matrices = 1
     if config.target_parameters and len(shapes[a]) == 2 and shapes[a][0] % r == 0:
         num_matrices = max(1, shapes[a][0] // r)  # PEFT stacks the factors of a module's experts
+    whole = _without_blocks(config, module, {key: shapes[key] for key in (a, b)}, a, b)
     for key, dim in ((a, 0), (b, 1)):
-        if len(shapes[key]) != 2 or shapes[key][dim] != r * num_matrices:
+        if len(shapes[key]) != 2 or whole[key][dim] != r * num_matrices:
             raise ArtifactError(
                 f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
                 f"{_CONFIG}; a shard or another run's tensor was saved, save the adapter again"
             )
     is_embedding = a.endswith(".lora_embedding_A")
-    out_features, in_features = shapes[b][0], shapes[a][1]
+    out_features, in_features = whole[b][0], whole[a][1]
     return FactorPair(
         module=module,
         a=a,
@@ -238,6 +247,20 @@ def _pair(
         weight_shape=(in_features, out_features) if is_embedding else (out_features, in_features),
         num_matrices=num_matrices,
     )
+
+
+def _without_blocks(
+    config: LoraConfig, module: str, shapes: dict[str, tuple[int, ...]], a: str, b: str
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of A and B with BD-LoRA's zeros in them; PEFT chooses by a part of the name."""
+    blocks = config.use_bdlora
+    if not blocks or any(len(shape) != 2 for shape in shapes.values()):
+        return shapes
+    for key, patterns in ((a, blocks.target_modules_bd_a), (b, blocks.target_modules_bd_b)):
+        if any(pattern in module for pattern in patterns or ()):
+            rows, columns = shapes[key]
+            return shapes | {key: (rows, columns * blocks.nblocks)}
+    return shapes
 
 
 def _by_pattern(pattern: Mapping[str, int], module: str, usual: int) -> int:

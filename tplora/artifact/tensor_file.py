@@ -20,6 +20,7 @@ from tplora.errors import ArtifactError
 
 __all__ = [
     "CHUNK_BYTES",
+    "DTYPES",
     "Place",
     "create_file",
     "read_places",
@@ -31,12 +32,13 @@ __all__ = [
 CHUNK_BYTES = 8 << 20
 """Bytes of a tensor that are held at once."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+"""The format's names of the dtypes that can be computed with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Place:
     @property
     def dtype(self) -> torch.dtype | None:
         """None for what is not a plain float: packed, 8-bit or integer."""
-        return _DTYPES.get(self.stored_as)
+        return DTYPES.get(self.stored_as)
 
     @property
     def row_bytes(self) -> int:

@@ -99,7 +99,8 @@ def verify_adapter(
     adapted = PeftModel.from_pretrained(model, str(adapter_folder), torch_device=device)
     found = logits_at(adapted, probe.rows, probe.positions)
     largest = float(probe.logits.abs().max())
-    relative = relative_tolerance(dtype) if tolerance == "by dtype" else tolerance
+    narrowest = min((dtype, *adapter.dtypes), key=lambda one: torch.finfo(one).bits)
+    relative = relative_tolerance(narrowest) if tolerance == "by dtype" else tolerance
     return VerifyReport(
         max_abs_diff=_largest(found - probe.logits),
         max_abs_logit=largest,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tplora.errors import PlanError
 from tplora.plan.facts import read_facts
 from tplora.plan.target import expert_names
+from tplora.recipe.lora_fields import OWN_KEYS
 from tplora.recipe.lora_rules import say_method, say_value
 from tplora.upstream import build_meta_model
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig
 
-__all__ = ["build_lora_config", "expert_parameters", "find_config_problems"]
+__all__ = ["build_lora_config", "expert_parameters", "find_config_problems", "started_from"]
 
 
 def expert_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
@@ -49,11 +51,33 @@ def build_lora_config(
     """
     from peft import LoraConfig  # noqa: PLC0415  (slow; the plan of a config needs it only here)
 
-    fields = {key: value for key, value in lora.items() if key != "experts"}
+    if "adapter_name_or_path" in lora:
+        return _config_of(lora["adapter_name_or_path"])
+    fields = {key: value for key, value in lora.items() if key not in OWN_KEYS}
     if lora.get("experts"):
         names = expert_parameters(config, trust_remote_code=trust_remote_code)
         fields["target_parameters"] = sorted({*names, *fields.get("target_parameters", ())})
     return LoraConfig(**fields)
+
+
+def started_from(folder: str) -> Path:
+    """Where the files of an adapter to start from lie: in a run's folder, or right there."""
+    inside = Path(folder) / "adapter"
+    return inside if (inside / "adapter_config.json").is_file() else Path(folder)
+
+
+def _config_of(folder: str) -> LoraConfig:
+    """The config of a saved adapter, to be trained on."""
+    from peft import PeftConfig  # noqa: PLC0415  (as above)
+
+    try:
+        config = PeftConfig.from_pretrained(str(started_from(folder)))
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError(
+            [f"lora.adapter_name_or_path = {folder!r}: its config cannot be read: {error}"]
+        ) from None
+    config.inference_mode = False
+    return config
 
 
 def find_config_problems(config: LoraConfig) -> list[str]:

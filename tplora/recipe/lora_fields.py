@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "BESIDE_AN_ADAPTER",
     "INITS",
     "INITS_IN_PYTHON",
     "LORA_FIELDS",
@@ -124,5 +125,14 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "ensure_weight_tying": _refused(_NOT_YET),
 }
 
-OWN_KEYS = ("experts",)
-"""Keys of ``[lora]`` that are tplora's own."""
+OWN_KEYS: Mapping[str, str] = {
+    "experts": "true adapts every stack of expert weights",
+    "adapter_name_or_path": "a folder with an adapter to start from, in place of all other fields",
+    "autocast_adapter_dtype": "false holds the factors in the base's dtype, not in float32",
+    "loraplus_lr_ratio": "LoRA+: the learning rate of B over that of A",
+    "loraplus_lr_embedding": "LoRA+: the learning rate of embeddings' factors",
+}
+"""Keys of ``[lora]`` that are tplora's own, and what they do."""
+
+BESIDE_AN_ADAPTER = tuple(OWN_KEYS)[1:]
+"""What may be given together with an adapter to start from."""

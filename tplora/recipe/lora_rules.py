@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tplora.recipe.lora_fields import (
+    BESIDE_AN_ADAPTER,
     INITS,
     INITS_IN_PYTHON,
     LORA_FIELDS,
@@ -68,6 +70,9 @@ def find_lora_problems(
         )
         if message:
             yield say_problem(["lora", key], message, places=places, value=value)
+    if "adapter_name_or_path" in lora:
+        yield from _start_problems(lora, places)
+        return
     if not {"target_modules", "target_parameters", "experts"} & set(given):
         need = 'missing; name modules, or "all-linear" for every linear layer but the head'
         yield say_problem(["lora", "target_modules"], need, places=places)
@@ -100,6 +105,8 @@ def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | Non
         return _say_pattern(value)
     if key in ("r", "lora_alpha") and isinstance(value, int) and value < 1:
         return "needs a whole number of 1 or more"
+    if key.startswith("loraplus_") and isinstance(value, int | float) and value <= 0:
+        return "needs a number above 0"
     if key == "lora_dropout" and isinstance(value, int | float) and not 0 <= value < 1:
         return "needs a number from 0 up to, but not, 1"
     return None
@@ -125,6 +132,17 @@ def _say_pattern(pattern: Mapping[str, Any]) -> str | None:
     if len(numbers) < len(pattern) or any(isinstance(n, bool) or n < 1 for n in numbers):
         return "needs a table of module patterns, each with a whole number of 1 or more"
     return None
+
+
+def _start_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
+    """An adapter to start from brings its own config."""
+    folder = Path(lora["adapter_name_or_path"])
+    if not folder.is_dir():
+        need = "no such folder; name one that holds adapter_config.json, or a run's"
+        yield say_problem(["lora", "adapter_name_or_path"], need, places=places, value=str(folder))
+    for key in lora.keys() - set(BESIDE_AN_ADAPTER):
+        need = "comes with the adapter that is started from; leave it out"
+        yield say_problem(["lora", key], need, places=places, value=lora[key])
 
 
 def _list_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:

@@ -72,6 +72,8 @@ class ExportTable(_Table):
 
     verify: bool = True
     """Whether the adapter is read back by plain PEFT and its logits compared."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the adapter is written in; "auto" is the dtype it was trained in."""
     merged: bool = False
     """Whether a merged model is written beside the adapter."""
 

@@ -40,7 +40,13 @@ class UpstreamField:
         return say_type(self.hint) if names and value not in names else None
 
 
-_OURS = {"experts": UpstreamField(hint=bool, default=False)}
+_OURS = {
+    "experts": UpstreamField(hint=bool, default=False),
+    "adapter_name_or_path": UpstreamField(hint=str | None, default=None),
+    "autocast_adapter_dtype": UpstreamField(hint=bool, default=True),
+    "loraplus_lr_ratio": UpstreamField(hint=float | None, default=None),
+    "loraplus_lr_embedding": UpstreamField(hint=float | None, default=None),
+}
 
 
 def lora_fields() -> Mapping[str, UpstreamField]:
@@ -66,6 +72,8 @@ def check_lora_config(lora: Mapping[str, Any]) -> None:
     """
     from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
 
+    if "adapter_name_or_path" in lora:
+        return
     theirs = {key: value for key, value in lora.items() if key not in _OURS}
     LoraConfig(**{"task_type": "CAUSAL_LM", **theirs})
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PrinterCallback
 from trl import SFTConfig
 
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.load import load_factors
 from tplora.adapter.save import save_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
@@ -25,7 +27,7 @@ from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
-from tplora.plan.lora import build_lora_config
+from tplora.plan.lora import build_lora_config, started_from
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
@@ -38,7 +40,6 @@ from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from tplora.adapter.model import TploraModel
@@ -133,6 +134,7 @@ def _train(
         eval_dataset=rows["data.eval"].dataset if "data.eval" in rows else None,
         processing_class=tokenizer,
         check_every_steps=recipe.parallel.check_every_steps,
+        **{key: value for key, value in recipe.lora.items() if key.startswith("loraplus_")},
         callbacks=[
             MetricsCallback(
                 stage.folder / "metrics.jsonl",
@@ -182,7 +184,17 @@ def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device)
     lora = build_lora_config(recipe.lora, base.config, trust_remote_code=trust)
     lora.base_model_name_or_path = source.name
     lora.revision = None if source.is_local else recipe.model.revision
-    return attach_adapter(base, lora, seed=recipe.train.get("seed", SFTConfig.seed), plan=plan)
+    model = attach_adapter(
+        base,
+        lora,
+        seed=recipe.train.get("seed", SFTConfig.seed),
+        plan=plan,
+        autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
+    )
+    start = recipe.lora.get("adapter_name_or_path")
+    if start is not None:
+        load_factors(model, started_from(start))
+    return model
 
 
 def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
@@ -220,7 +232,8 @@ def _save(
     adapter = stage.folder / "adapter"
     if stage.is_writer:
         model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
-    save_adapter(model, adapter)
+    dtype = recipe.export.adapter_dtype
+    save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if not stage.is_writer:
         return
     tokenizer.save_pretrained(adapter)
