@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 __all__ = ["combined_config", "fill_combined"]
 
 _Layer = TploraLinear | TploraEmbedding
-_PLAIN_ONLY = ("use_dora", "lora_bias", "use_bdlora", "alora_invocation_tokens", "kasa_config")
+_PLAIN_ONLY = (
+    "use_dora",
+    "lora_bias",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "kasa_config",
+    "modules_to_save",
+    "trainable_token_indices",
+)
 
 
 class _Skeleton:
@@ -61,6 +69,7 @@ class _Skeleton:
         """
         config = copy.copy(model.peft_config[source])
         odd = next((name for name in _PLAIN_ONLY if getattr(config, name)), None)
+        odd = odd or (None if config.bias == "none" else "bias")
         if odd is not None or config.target_parameters:
             raise PlanError(
                 [

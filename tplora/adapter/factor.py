@@ -61,13 +61,20 @@ class Factor:
         owner: The module or dict that holds the parameter, and the key it holds it under.
         plan: Full shape, cut, and whether the gradient is partial.
         mesh: The tp mesh, or None in one process, where the parameter is its own leaf.
+        is_cut: Whether the parameter is this rank's piece already, as what the base holds is.
 
     Raises:
-        ShardError: If the parameter that PEFT made does not have the plan's full shape.
+        ShardError: If the parameter does not have the plan's full shape, or its piece's.
     """
 
     def __init__(
-        self, name: str, owner: tuple[nn.Module, str], plan: FactorPlan, mesh: DeviceMesh | None
+        self,
+        name: str,
+        owner: tuple[nn.Module, str],
+        plan: FactorPlan,
+        mesh: DeviceMesh | None,
+        *,
+        is_cut: bool = False,
     ) -> None:
         self.name, self.plan, self.mesh = name, plan, mesh
         self._owner, self._key = owner
@@ -77,8 +84,10 @@ class Factor:
         self.is_reduced = False
         self.on_grad: Callable[[torch.Tensor], None] | None = None
         """Called with each gradient that reaches the leaf, before it is accumulated."""
+        self.other_names: tuple[str, ...] = ()
+        """Under which the same parameter stands as well, where modules are tied."""
         if mesh is not None:
-            self._shard(mesh)
+            self._adopt(mesh) if is_cut else self._shard(mesh)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -86,6 +95,11 @@ class Factor:
         parameter = self._owner._parameters[self._key]
         assert parameter is not None
         return parameter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the parameter; modules that are tied have one each."""
+        return (self.name, *self.other_names)
 
     @property
     def is_partial(self) -> bool:
@@ -103,6 +117,26 @@ class Factor:
         self._owner._parameters[self._key] = nn.Parameter(
             self._wrap_local(local, is_partial=False), requires_grad=full.requires_grad
         )
+
+    def _adopt(self, mesh: DeviceMesh) -> None:
+        held = self.parameter
+        local, planned = (
+            local_shard(held),
+            self.plan.shard_shape(mesh.get_local_rank(), mesh.size()),
+        )
+        if tuple(local.shape) != planned:
+            raise ShardError(
+                f"{self.name}: this rank holds {tuple(local.shape)}, the plan says {planned}; "
+                "attach to a model that was planned with the same config"
+            )
+        self._owner._parameters[self._key] = nn.Parameter(
+            self._wrap_local(local.detach(), is_partial=False), requires_grad=held.requires_grad
+        )
+
+    def share_with(self, module: nn.Module, leaf: str, name: str) -> None:
+        """Put the parameter on a module that is tied, where it is called ``name``."""
+        module._parameters[leaf] = self.parameter
+        self.other_names += (name,)
 
     def _wrap_local(self, local: torch.Tensor, *, is_partial: bool) -> DTensor:
         """``local`` as a DTensor of the full shape: the factor's placement, or a partial sum."""

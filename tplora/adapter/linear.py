@@ -19,6 +19,7 @@ from torch import nn
 
 from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
 from tplora.adapter.initial import FromWholeWeight
+from tplora.adapter.local_module import local_tensor
 from tplora.adapter.merging import MergesLocally
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
@@ -158,9 +159,9 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])
 
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's pieces of W and of the bias."""
+        """This rank's pieces of W and of the bias, which may be trained."""
         base = self.get_base_layer()
-        return local_shard(base.weight), None if base.bias is None else local_shard(base.bias)
+        return local_shard(base.weight), local_tensor(base, "bias")
 
     def added_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The base's bias and those of the adapters' B, where they are added after the sum."""

@@ -37,7 +37,8 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
     config = model.peft_config[adapter_name]
     by_key = {
         adapter_file_key(name, adapter_name): factor
-        for name, factor in model.factors(adapter_name).items()
+        for factor in model.factors(adapter_name).values()
+        for name in factor.names
     }
     keys = peft_file_keys(model.get_base_model(), config, by_key)
     factors = {keys[key] or key: factor for key, factor in by_key.items()}

@@ -6,7 +6,12 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import PeftModelForCausalLM
+from peft import (
+    PeftModel,
+    PeftModelForCausalLM,
+    PeftModelForSequenceClassification,
+    TaskType,
+)
 
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
@@ -15,8 +20,11 @@ from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
+from tplora.adapter.tokens import TploraTokens
+from tplora.adapter.trained import building_trained, cut_trained
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
+from tplora.plan.beside import plan_beside
 from tplora.plan.build import Plan, plan_layers
 from tplora.plan.initial import alone_problem, changes_base
 from tplora.plan.target import Targets, match_targets
@@ -29,14 +37,16 @@ if TYPE_CHECKING:
     from tplora.adapter.factor import Factor
     from tplora.plan.facts import ModelFacts
     from tplora.plan.layer import LayerPlan
+    from tplora.plan.trained import TrainedPlan
 
-__all__ = ["TploraModel"]
+__all__ = ["TploraModel", "model_class"]
 
 
-class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
-    """PEFT's model for causal language modelling, with factors cut like their layers.
+class TploraModel(PeftModel):  # type: ignore[misc]
+    """PEFT's model with factors cut like their layers.
 
-    Everything PEFT's users know works on it. Build it with ``attach_adapter``.
+    Everything PEFT's users know works on it. Build it with ``attach_adapter``, which takes the
+    class of the config's task.
 
     Args:
         model: A base loaded with ``load_base``; edited in place.
@@ -61,19 +71,28 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         shared_input = SharedInput(None if mesh is None else mesh.get_group())
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
-        with building_layers(model, config, plan.layers, mesh, shared_input, seed):
+        with (
+            building_layers(model, config, plan.layers, mesh, shared_input, seed),
+            building_trained(model, plan.trained, mesh, shared_input),
+        ):
             super().__init__(model, config, **kwargs)
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
         self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
         self._shared_input = shared_input
-        self._take_factors("default", plan.layers)
+        self._beside: dict[str, dict[str, Factor]] = {}
+        self._take_factors("default", plan.layers, plan.trained)
         self._watch_root(ForwardSeed(seed, data_rank))
 
-    def _take_factors(self, adapter_name: str, layers: tuple[LayerPlan, ...]) -> None:
+    def _take_factors(
+        self, adapter_name: str, layers: tuple[LayerPlan, ...], trained: tuple[TrainedPlan, ...]
+    ) -> None:
         """Cut what PEFT has just built, and reduce its gradients from now on."""
-        for factor in cut_factors(self.get_base_model(), adapter_name, layers):
+        base = self.get_base_model()
+        beside = list(cut_trained(base, adapter_name, trained, self.mesh, self._shared_input))
+        self._beside[adapter_name] = {factor.name: factor for factor in beside}
+        for factor in (*cut_factors(base, adapter_name, layers), *beside):
             if self.sync is not None:
                 self.sync.add(factor)
 
@@ -91,13 +110,24 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         base, facts = self.get_base_model(), self.plan.facts
         targets = _without_adapter_parts(match_targets(base, peft_config, facts), facts)
         layers = plan_layers(facts, peft_config, targets, tp_size=self.plan.tp_size, problems=[])
+        trained, problems = plan_beside(facts, peft_config, layers, tp_size=self.plan.tp_size)
+        if peft_config.bias != "none":
+            problems.append(
+                f"lora.bias = {peft_config.bias!r}: peft never trains the biases of an adapter "
+                "that is added to a model; attach it as the first one"
+            )
+        if problems:
+            raise PlanError(problems)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)
         config = attach_config(peft_config, layers)
-        with building_layers(base, config, layers, self.mesh, self._shared_input, seed):
+        with (
+            building_layers(base, config, layers, self.mesh, self._shared_input, seed),
+            building_trained(base, trained, self.mesh, self._shared_input),
+        ):
             super().add_adapter(adapter_name, config, **kwargs)
         self.peft_config[adapter_name] = in_file
-        self._take_factors(adapter_name, layers)
+        self._take_factors(adapter_name, layers, trained)
 
     def add_weighted_adapter(
         self, adapters: list[str], weights: list[float], adapter_name: str, **settings: Any
@@ -138,8 +168,9 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         if self.sync is not None:
             self.sync.remove(names)
         for module in self.modules():
-            if isinstance(module, ADAPTED):
+            if isinstance(module, (*ADAPTED, TploraTokens)):
                 module.factors.pop(adapter_name, None)
+        self._beside.pop(adapter_name, None)
 
     def _watch_root(self, forward_seed: ForwardSeed) -> None:
         """Hook the PEFT wrapper and the base: callers may enter through either."""
@@ -158,7 +189,7 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             if isinstance(module, ADAPTED)
             for factor in module.factors.get(adapter_name, {}).values()
         }
-        return dict(sorted(found.items()))
+        return dict(sorted((found | self._beside.get(adapter_name, {})).items()))
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
@@ -186,6 +217,36 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             adapter_names=selected_adapters,
             is_writer=is_main_process,
         )
+
+
+class TploraModelForCausalLM(TploraModel, PeftModelForCausalLM):  # type: ignore[misc]
+    """For causal language modelling."""
+
+
+class TploraModelForClassification(
+    TploraModel,
+    PeftModelForSequenceClassification,  # type: ignore[misc]
+):
+    """For classification of sequences; the score head is trained whole, as PEFT does."""
+
+
+def model_class(config: LoraConfig) -> type[TploraModel]:
+    """The class of PEFT for a config's task.
+
+    Raises:
+        PlanError: If there is none of ours.
+    """
+    classes = {
+        TaskType.CAUSAL_LM: TploraModelForCausalLM,
+        TaskType.SEQ_CLS: TploraModelForClassification,
+    }
+    found = classes.get(config.task_type)
+    if found is None:
+        allowed = ", ".join(task.value for task in classes)
+        raise PlanError(
+            [f"lora.task_type = {config.task_type!r}: cannot be trained; allowed is {allowed}"]
+        )
+    return found
 
 
 def _without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:

@@ -42,6 +42,7 @@ def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Te
         full = factor.full()
         if is_writer:
             gathered[name] = full.to("cpu", copy=True).contiguous()
+            gathered |= dict.fromkeys(factor.other_names, gathered[name])
     return gathered
 
 
@@ -120,7 +121,8 @@ def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> N
     shapes = {
         name: factor.plan.shape
         for adapter in model.peft_config
-        for name, factor in model.factors(adapter).items()
+        for factor in model.factors(adapter).values()
+        for name in factor.names
     }
     for name, tensor in factors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.numel() == 0:
@@ -166,7 +168,8 @@ def _write(
 
 def _rename_for_peft(model: TploraModel, adapter: str, path: Path) -> None:
     """Put each factor under the name from which plain PEFT will read it back."""
-    keys = [adapter_file_key(name, adapter) for name in model.factors(adapter)]
+    factors = model.factors(adapter).values()
+    keys = [adapter_file_key(name, adapter) for factor in factors for name in factor.names]
     found = peft_file_keys(model.get_base_model(), model.peft_config[adapter], keys)
     new_names = {key: name for key, name in found.items() if name not in (None, key)}
     if new_names:

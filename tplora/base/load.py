@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tplora.plan.build import Plan
-    from tplora.plan.layer import LayerPlan
     from tplora.plan.style import TensorPlan
 
 __all__ = ["check_shards", "load_base"]
@@ -89,11 +88,16 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
     """
     for layer in plan.layers:
         leaf = layer.name if layer.kind == "parameter" else f"{layer.name}.weight"
-        _check_weight(layer, leaf, model.get_parameter(leaf), plan.tp_size)
+        _check_weight(layer.weight, layer.style, leaf, model.get_parameter(leaf), plan.tp_size)
+    for part in plan.trained:
+        if part.weight is not None:
+            leaf = f"{part.name}.weight"
+            _check_weight(part.weight, part.style, leaf, model.get_parameter(leaf), plan.tp_size)
 
 
-def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: int) -> None:
-    plan = layer.weight
+def _check_weight(
+    plan: TensorPlan, style: str | None, name: str, weight: torch.Tensor, tp_size: int
+) -> None:
     tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
     planned = plan.shard_shape(tp_rank, tp_size)
     found = tuple(local_shard(weight).shape)
@@ -102,7 +106,7 @@ def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: in
     raise ShardError(
         f"{name}: this rank holds {found}, the plan says {planned} "
         f"({'whole' if plan.shard_dim is None else f'cut on dim {plan.shard_dim}'}, style "
-        f"{layer.style}); the installed transformers cuts this model differently; report this "
+        f"{style}); the installed transformers cuts this model differently; report this "
         "with `tplora report`"
     )
 

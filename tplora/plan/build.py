@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
 from tplora.plan.architectures import architecture_problem
+from tplora.plan.beside import plan_beside
 from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
 from tplora.plan.initial import find_init_problems, layer_init_problem, plan_trained
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from tplora.plan.trained import TrainedPlan
+
 __all__ = ["Plan", "build_plan", "plan_layers", "plan_model"]
 
 
@@ -38,6 +41,8 @@ class Plan:
     facts: ModelFacts
     base_dtype: str
     """What the frozen base is held in, such as "bfloat16"."""
+    trained: tuple[TrainedPlan, ...] = ()
+    """What is trained of the base itself, beside LoRA's factors."""
 
     def layer(self, name: str) -> LayerPlan | None:
         """The plan of the module called ``name``, or None when it is not adapted."""
@@ -55,8 +60,10 @@ class Plan:
 
     @property
     def num_trainable(self) -> int:
-        """Trainable elements of the full adapter."""
-        return sum(f.numel for layer in self.layers for f in layer.factors if f.is_trained)
+        """Trainable elements in full."""
+        beside = sum(factor.numel for part in self.trained for _, factor in part.factors)
+        factors = (factor for layer in self.layers for factor in layer.factors)
+        return beside + sum(factor.numel for factor in factors if factor.is_trained)
 
 
 def build_plan(
@@ -103,12 +110,16 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, targets, tp_size=tp_size, problems=problems)
+    trained, problems = plan_beside(facts, lora, layers, tp_size=tp_size)
+    if problems:
+        raise PlanError(problems)
     return Plan(
         class_name=facts.class_name,
         tp_size=tp_size,
         layers=layers,
         facts=facts,
         base_dtype=base_dtype,
+        trained=trained,
     )
 
 

@@ -65,7 +65,8 @@ def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int
 def count_collectives(plan: Plan) -> CollectiveCount | None:
     """Collectives of one step, head and embedding included; None where that is not known.
 
-    It is not where a style communicates by what its module is given, as those around experts do.
+    It is not where a style communicates by what its module is given, as those around experts do,
+    and where a norm is trained: its place among the layers says what flows back to which of them.
 
     Adapted column-parallel layers that read one tensor share the reduction of its gradient; those
     that transformers runs reduce their own. Nothing flows back to where nothing is trained: a layer
@@ -73,9 +74,11 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
-    if any(style in _UNCOUNTED for _, style in plan.facts.styles):
+    if any(style in _UNCOUNTED for _, style in plan.facts.styles) or any(
+        part.kind not in ("linear", "embedding") for part in plan.trained
+    ):
         return None
-    adapted = {layer.module_name for layer in plan.layers}
+    adapted = {layer.module_name for layer in plan.layers} | {part.name for part in plan.trained}
     forward = backward = 0
     is_trained_below = False
     for group in _in_order(plan.facts.modules):
@@ -84,7 +87,9 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
         if is_trained_below:
             backward += _backward_collectives(styles, adapted)
         is_trained_below |= any(module.name in adapted for module in group)
-    has_partial = any(f.is_grad_partial for layer in plan.layers for f in layer.factors)
+    factors = [f for layer in plan.layers for f in layer.factors]
+    factors += [f for part in plan.trained for _, f in part.factors]
+    has_partial = any(factor.is_grad_partial for factor in factors)
     return CollectiveCount(forward=forward, backward=backward, bucket=int(has_partial))
 
 

@@ -7,17 +7,31 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from tplora.upstream import expanded_tp_plan, experts_implementation
+from tplora.upstream import (
+    embedding_name,
+    expanded_tp_plan,
+    experts_implementation,
+    names_tied_with_embedding,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from tplora.plan.style import Kind
 
-__all__ = ["ModelFacts", "ModuleFacts", "ParameterFacts", "Role", "read_facts"]
+__all__ = [
+    "ModelFacts",
+    "ModuleFacts",
+    "ParameterFacts",
+    "PartFacts",
+    "PartKind",
+    "Role",
+    "read_facts",
+]
 
 Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
 """What a parameter is to a person who chooses what to adapt."""
+PartKind = Literal["linear", "embedding", "norm", "other"]
 
 # A style on one of these cuts attention by heads (their output is not gathered).
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj")
@@ -37,6 +51,22 @@ class ModuleFacts:
     has_plain_forward: bool
     """Whether it computes what torch's own class computes; a subclass may do more. An embedding may
     multiply by its ``embed_scale``, which peft knows of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFacts:
+    """Any module, as something that may be trained itself."""
+
+    name: str
+    type_name: str
+    kind: PartKind
+    """A linear or an embedding computes what torch's own class does, or scales it."""
+    style: str | None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Its own, not those of modules inside it."""
+    is_container: bool
+    has_buffers: bool
+    """Whether it, or what is inside it, has buffers that belong to its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +107,12 @@ class ModelFacts:
     """The type of the text model inside; the same where there is nothing else."""
     modules: tuple[ModuleFacts, ...]
     parameters: tuple[ParameterFacts, ...]
+    parts: tuple[PartFacts, ...]
+    """Every module, however it is called."""
+    embedding: str | None
+    """The input embedding."""
+    tied: tuple[str, ...]
+    """Modules that share the input embedding's weight."""
     has_tp_plan: bool
     styles: tuple[tuple[str, str], ...]
     """Name and style of everything that transformers will cut or wrap."""
@@ -94,6 +130,15 @@ class ModelFacts:
     def module(self, name: str) -> ModuleFacts:
         """The module called ``name``."""
         return next(module for module in self.modules if module.name == name)
+
+    def part(self, name: str) -> PartFacts:
+        """Any module by its name."""
+        return next(part for part in self.parts if part.name == name)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one weight."""
+        return bool(self.tied)
 
     def with_role(self, role: Role) -> tuple[ParameterFacts, ...]:
         """Every parameter of that role."""
@@ -114,6 +159,13 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
             if getattr(getattr(module, "weight", None), "ndim", 0) == 2
         ),
         parameters=_parameters(model, styles),
+        parts=tuple(
+            _part_facts(name, module, styles.get(name))
+            for name, module in model.named_modules()
+            if name
+        ),
+        embedding=embedding_name(model),
+        tied=names_tied_with_embedding(model),
         has_tp_plan=bool(styles),
         styles=tuple(styles.items()),
         foreign_styles=tuple(
@@ -149,6 +201,30 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         weight_shape=tuple(map(int, module.weight.shape)),  # type: ignore[arg-type]
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
+    )
+
+
+def _part_facts(name: str, module: nn.Module, style: str | None) -> PartFacts:
+    is_container = next(module.children(), None) is not None
+    kind: PartKind = "other"
+    if getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+        facts = _module_facts(name, module, style)
+        if facts.has_plain_forward:
+            kind = "linear" if facts.kind == "linear" else "embedding"
+    if not is_container and "norm" in type(module).__name__.lower():
+        kind = "norm"
+    state = module.state_dict(keep_vars=True).values()
+    return PartFacts(
+        name=name,
+        type_name=type(module).__name__,
+        kind=kind,
+        style=style,
+        parameters=tuple(
+            (leaf, tuple(map(int, parameter.shape)))
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ),
+        is_container=is_container,
+        has_buffers=any(not isinstance(tensor, nn.Parameter) for tensor in state),
     )
 
 

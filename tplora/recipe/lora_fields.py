@@ -63,10 +63,8 @@ REFUSED_INITS: Mapping[str, str] = {
     ),
 }
 
-_NOT_YET = "cannot be done exactly under tensor parallelism yet; leave it out"
-
 LORA_FIELDS: Mapping[str, LoraField] = {
-    "task_type": _exact(only=("CAUSAL_LM",)),
+    "task_type": _exact("SEQ_CLS in Python alone", only=("CAUSAL_LM", "SEQ_CLS")),
     "peft_type": _record(),
     "auto_mapping": _record(),
     "peft_version": _record(),
@@ -81,9 +79,9 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "fan_in_fan_out": _refused(
         "is for Conv1D (GPT-2), which no architecture with a tensor-parallel plan has; leave it out"
     ),
-    "bias": _exact(only=("none",)),
+    "bias": _exact("linear layers and norms", only=("none", "all", "lora_only")),
     "use_rslora": _exact(),
-    "modules_to_save": _refused(_NOT_YET),
+    "modules_to_save": _exact("linear layers, embeddings and norms"),
     "init_lora_weights": _exact(
         '"corda" and "lora_ga" in Python alone, after peft\'s preprocessing; not "loftq" and "eva"'
     ),
@@ -93,7 +91,7 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "alpha_pattern": _exact(),
     "megatron_config": _refused("is for Megatron's own layers; leave it out"),
     "megatron_core": _refused("is for Megatron's own layers; leave it out"),
-    "trainable_token_indices": _refused(_NOT_YET),
+    "trainable_token_indices": _exact("a tied head follows the embedding"),
     "loftq_config": _refused(REFUSED_INITS["loftq"]),
     "eva_config": _refused(REFUSED_INITS["eva"]),
     "corda_config": _exact('read by init_lora_weights = "corda"'),
@@ -122,7 +120,7 @@ LORA_FIELDS: Mapping[str, LoraField] = {
         "model.add_weighted_adapter instead"
     ),
     "kasa_config": _exact("linear layers, as the model's only adapter"),
-    "ensure_weight_tying": _refused(_NOT_YET),
+    "ensure_weight_tying": _exact("of modules_to_save and trainable_token_indices"),
 }
 
 OWN_KEYS: Mapping[str, str] = {

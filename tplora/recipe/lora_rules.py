@@ -113,6 +113,11 @@ def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | Non
 
 
 def _say_in_python(key: str, value: object) -> str | None:
+    if key == "task_type" and value == "SEQ_CLS":
+        return (
+            "needs a model with a score head, which a recipe does not load; attach from Python to "
+            'one of AutoModelForSequenceClassification, or use "CAUSAL_LM"'
+        )
     init = value if key == "init_lora_weights" else key.removesuffix("_config")
     why = INITS_IN_PYTHON.get(str(init))
     return why and f'{why}; attach from Python, or use init_lora_weights = "pissa"'
