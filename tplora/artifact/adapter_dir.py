@@ -22,14 +22,17 @@ __all__ = ["ADAPTER_PREFIX", "AdapterFiles", "FactorPair", "check_fits_base", "r
 
 ADAPTER_PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# suffix of a key on disk -> which factor it is, and of what
+# suffix of a key on disk -> which factor it is
 _FACTORS = {
-    ".lora_A.weight": ("A", False),
-    ".lora_B.weight": ("B", False),
-    ".lora_embedding_A": ("A", True),
-    ".lora_embedding_B": ("B", True),
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "A",
+    ".lora_embedding_B": "B",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_B.bias": "bias",
 }
 _SAVED_BASE = ".base_layer.weight"
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,10 @@ class FactorPair:
     """Of the full weight that the pair belongs to, as the base stores it."""
     num_matrices: int
     """How many pairs are stacked in this one: the experts of a module, or 1."""
+    magnitude: str | None = None
+    """Key of DoRA's vector, shape [out]."""
+    bias: str | None = None
+    """Key of the bias of B, shape [out]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +68,10 @@ class AdapterFiles:
     pairs: tuple[FactorPair, ...]
     saved_bases: Mapping[str, str]
     """Module to key of a copy of its base weight; PEFT adds it for adapted embeddings and heads."""
-    others: tuple[str, ...]
-    """Keys that are neither a factor of LoRA nor such a copy."""
+    trained_tokens: Mapping[str, str]
+    """Module to key of the rows of the tokens that were trained, as whole rows."""
+    others: Mapping[str, str]
+    """Parameter of the base, by its own name, to key of what takes its place."""
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -87,7 +96,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """
     config = _read_config(folder)
     shapes = _read_shapes(folder)
-    factors, saved_bases, others = _sort_keys(shapes)
+    keys = _sort_keys(shapes)
     for key, shape in shapes.items():
         if math.prod(shape) == 0:
             raise ArtifactError(
@@ -98,12 +107,14 @@ def read_adapter(folder: Path) -> AdapterFiles:
         config=config,
         shapes=shapes,
         pairs=tuple(
-            _pair(folder, config, shapes, module, found) for module, found in factors.items()
+            _pair(folder, config, shapes, module, found) for module, found in keys.factors.items()
         ),
-        saved_bases=saved_bases,
-        others=others,
+        saved_bases=keys.saved_bases,
+        trained_tokens=keys.trained_tokens,
+        others=keys.others,
     )
-    if not adapter.pairs:
+    is_known = any(name != key for name, key in adapter.others.items())
+    if not (adapter.pairs or adapter.trained_tokens or is_known):
         raise ArtifactError(f"{folder / _WEIGHTS}: holds no LoRA factor; save the adapter again")
     _check_finite(adapter)
     return adapter
@@ -189,25 +200,32 @@ def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from error
 
 
-def _sort_keys(
-    keys: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, dict[str, str]], dict[str, str], tuple[str, ...]]:
-    """Factors as module -> "A" or "B" -> key; copies of base weights as module -> key; the rest."""
-    factors: dict[str, dict[str, str]] = {}
-    saved_bases: dict[str, str] = {}
-    others = []
-    for key in keys:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    factors: dict[str, dict[str, str]]
+    """Module to what a factor is, such as "A", to key."""
+    saved_bases: dict[str, str]
+    trained_tokens: dict[str, str]
+    others: dict[str, str]
+
+
+def _sort_keys(shapes: Mapping[str, tuple[int, ...]]) -> _Keys:
+    keys = _Keys(factors={}, saved_bases={}, trained_tokens={}, others={})
+    for key in shapes:
         name = key.removeprefix(ADAPTER_PREFIX)
         suffix = next((end for end in _FACTORS if name.endswith(end)), None)
         if name == key:
-            others.append(key)
+            keys.others[key] = key
         elif suffix is not None:
-            factors.setdefault(name.removesuffix(suffix), {})[_FACTORS[suffix][0]] = key
+            module = name.removesuffix(suffix)
+            keys.factors.setdefault(module, {})[_FACTORS[suffix]] = key
         elif name.endswith(_SAVED_BASE):
-            saved_bases[name.removesuffix(_SAVED_BASE)] = key
+            keys.saved_bases[name.removesuffix(_SAVED_BASE)] = key
+        elif name.endswith(_TOKENS):
+            keys.trained_tokens[name.removesuffix(_TOKENS)] = key
         else:
-            others.append(key)
-    return factors, saved_bases, tuple(others)
+            keys.others[name.replace(".base_layer.", ".")] = key
+    return keys
 
 
 def _pair(
@@ -221,7 +239,8 @@ def _pair(
     for factor, partner in (("A", "B"), ("B", "A")):
         if factor not in found:
             raise ArtifactError(
-                f"{path}: {found[partner]} has no lora_{factor} beside it; save the adapter again"
+                f"{path}: {_first(found, partner)} has no lora_{factor} beside it; save the "
+                "adapter again"
             )
     a, b = found["A"], found["B"]
     r = _by_pattern(config.rank_pattern, module, config.r)
@@ -246,7 +265,13 @@ def _pair(
         scaling=alpha / math.sqrt(r) if config.use_rslora else alpha / r,
         weight_shape=(in_features, out_features) if is_embedding else (out_features, in_features),
         num_matrices=num_matrices,
+        magnitude=found.get("magnitude"),
+        bias=found.get("bias"),
     )
+
+
+def _first(found: Mapping[str, str], usual: str) -> str:
+    return found.get(usual) or next(iter(found.values()))
 
 
 def _without_blocks(
