@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from tplora.plan.layer import LayerPlan
     from tplora.plan.style import FactorPlan
 
-__all__ = ["Factor", "Factors", "delta_like", "factors_of", "factors_of_linears", "shard_full"]
+__all__ = [
+    "Factor",
+    "Factors",
+    "delta_like",
+    "factors_of",
+    "factors_of_linears",
+    "placed_like",
+    "shard_full",
+]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
@@ -40,7 +48,11 @@ def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.
 
 def delta_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a delta weight, placed as W is, so that W can take it in."""
-    local = local.detach()
+    return placed_like(weight, local.detach())
+
+
+def placed_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that is placed as W is. Gradients flow to the piece."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 
-from tplora.adapter.factor import Factor, Factors, delta_like, factors_of
+from tplora.adapter.factor import Factor, Factors, factors_of, placed_like
 from tplora.collectives import all_gather_last_dim, all_reduce, gather_last_dim, reduce_partial
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
@@ -204,13 +204,17 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
         return torch.where(is_trained.unsqueeze(-1), new, y)
 
     def get_merged_weights(self, active_adapters: Sequence[str]) -> torch.Tensor:
-        """W with the adapters' rows in it, placed as W is. No communication."""
+        """W with the adapters' rows in it, placed as W is, for who reads ``.weight``.
+
+        A copy of this rank's piece; no forward of ours asks for it. Gradients reach the rows. No
+        communication.
+        """
         weight = self.base_layer.weight
-        merged = local_shard(weight).detach()
+        merged = local_shard(weight)
         for name in active_adapters:
             columns, rows = self.own_columns(name)
-            merged = merged.index_copy(0, columns, rows.detach())
-        return delta_like(weight, merged)
+            merged = merged.index_copy(0, columns, rows)
+        return placed_like(weight, merged)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """PEFT's: the adapters' rows take the place of W's."""
@@ -218,23 +222,28 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
         names = [name for name in names if name not in self.merged_adapters]
         names = [name for name in names if name in self.token_indices]
         self._check_overlapping_tokens(names)
-        merged = self.get_merged_weights(names)
-        if safe_merge and not bool(torch.isfinite(local_shard(merged)).all()):
-            raise ValueError(f"NaN or infinity in the trained tokens of {', '.join(names)}")
-        self.base_layer.weight.data = merged
+        for name in names:
+            columns, rows = self.own_columns(name)
+            if safe_merge and not bool(torch.isfinite(rows).all()):
+                raise ValueError(f"NaN or infinity in the trained tokens of {name}")
+            self._write(columns, rows)
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
         """PEFT's: the rows that W had."""
         while self.merged_adapters:
             name = self.merged_adapters.pop()
-            weight = self.base_layer.weight
             columns, places = self._own_places(self.token_indices[name])
-            original = self.trainable_tokens_original[name].to(weight.dtype)
+            original = self.trainable_tokens_original[name]
             if self.shard_dim == 1 and self.mesh is not None:
                 start, stop = shard_range(
                     original.shape[1], self.mesh.get_local_rank(), self.mesh.size()
                 )
                 original = original[:, start:stop]
-            whole = local_shard(weight).detach().index_copy(0, columns, original[places])
-            self.base_layer.weight.data = delta_like(weight, whole)
+            self._write(columns, original[places])
+
+    def _write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        """Into this rank's piece of W itself, which other modules may share."""
+        with torch.no_grad():
+            weight = local_shard(self.base_layer.weight)
+            weight.index_copy_(0, columns, rows.to(weight.dtype))

@@ -91,8 +91,8 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
         _check_weight(layer.weight, layer.style, leaf, model.get_parameter(leaf), plan.tp_size)
     for part in plan.trained:
         if part.weight is not None:
-            leaf = f"{part.name}.weight"
-            _check_weight(part.weight, part.style, leaf, model.get_parameter(leaf), plan.tp_size)
+            weight: torch.Tensor = model.get_submodule(part.name).weight
+            _check_weight(part.weight, part.style, f"{part.name}.weight", weight, plan.tp_size)
 
 
 def _check_weight(

@@ -40,7 +40,7 @@ def plan_biases(
         is_asked = lora.bias == "all" or layer is not None
         if shape is None or not is_asked or part.name in saved:
             continue
-        problem = _problem(part, layer, tp_size)
+        problem = _problem(facts, part, layer, tp_size)
         if problem is None:
             factor = place_parameter(shape, "bias", style_of(part, tp_size))
             plans.append(plan_part(part, "bias", (("bias", factor),), tp_size))
@@ -49,9 +49,11 @@ def plan_biases(
     return plans, problems
 
 
-def _problem(part: PartFacts, layer: LayerPlan | None, tp_size: int) -> str | None:
+def _problem(
+    facts: ModelFacts, part: PartFacts, layer: LayerPlan | None, tp_size: int
+) -> str | None:
     if tp_size == 1:
         return None
     if layer is not None and layer.kind == "parameter":
         return "is adapted inside its own forward, where its bias cannot be trained"
-    return part_problem(part)
+    return part_problem(facts, part)

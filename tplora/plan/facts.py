@@ -31,7 +31,7 @@ __all__ = [
 
 Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
 """What a parameter is to a person who chooses what to adapt."""
-PartKind = Literal["linear", "embedding", "norm", "other"]
+PartKind = Literal["linear", "embedding", "norm", "router", "other"]
 
 # A style on one of these cuts attention by heads (their output is not gathered).
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj")
@@ -211,6 +211,8 @@ def _part_facts(name: str, module: nn.Module, style: str | None) -> PartFacts:
         facts = _module_facts(name, module, style)
         if facts.has_plain_forward:
             kind = "linear" if facts.kind == "linear" else "embedding"
+        elif not is_container and _is_router(name.rpartition(".")[2], module):
+            kind = "router"
     if not is_container and "norm" in type(module).__name__.lower():
         kind = "norm"
     state = module.state_dict(keep_vars=True).values()

@@ -98,7 +98,7 @@ def _saved_problem(
         return "has no parameters"
     if part.has_buffers:
         return "has buffers that peft would save with it"
-    return part_problem(part) if tp_size > 1 else None
+    return part_problem(facts, part) if tp_size > 1 else None
 
 
 def _parameters(

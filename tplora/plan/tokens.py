@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tplora.plan.facts import ModelFacts, PartFacts
     from tplora.plan.trained import TrainedPlan
 
-__all__ = ["plan_tokens"]
+__all__ = ["plan_token_rows", "plan_tokens"]
 
 _KEY = "lora.trainable_token_indices"
 
@@ -47,9 +47,9 @@ def plan_tokens(
         if not matched:
             problems.append(f"{_KEY}: {entry!r} matches no module; leave it out")
         for part in matched:
-            problem = _problem(part, tokens, taken, tp_size)
+            problem = _problem(facts, part, tokens, taken, tp_size)
             if problem is None:
-                plans.append(_plan(part, tuple(tokens), tp_size))
+                plans.append(plan_token_rows(part, tuple(tokens), tp_size))
             else:
                 problems.append(f"{_KEY}: {part.name} {problem}")
     if follows:
@@ -66,13 +66,13 @@ def _tied_plans(
     if source is None:
         return [], []
     parts = [facts.part(name) for name in facts.tied]
-    found = [(part.name, _problem(part, source.tokens, taken, tp_size)) for part in parts]
+    found = [(part.name, _problem(facts, part, source.tokens, taken, tp_size)) for part in parts]
     problems = [
         f"{_KEY}: {name}, tied to {source.name}, {problem}" for name, problem in found if problem
     ]
     if problems:
         return [], problems
-    tied = [_plan(part, source.tokens, tp_size, tied_to=source.name) for part in parts]
+    tied = [plan_token_rows(part, source.tokens, tp_size, tied_to=source.name) for part in parts]
     return tied, []
 
 
@@ -97,7 +97,9 @@ def _is_of_pair(facts: ModelFacts, entry: str) -> bool:
     return is_embedding or any(n.endswith(entry) or entry in n.split(".") for n in facts.tied)
 
 
-def _problem(part: PartFacts, tokens: Any, taken: Collection[str], tp_size: int) -> str | None:
+def _problem(
+    facts: ModelFacts, part: PartFacts, tokens: Any, taken: Collection[str], tp_size: int
+) -> str | None:
     """Why tokens of a module cannot be trained exactly, or None."""
     if part.name in taken:
         return "is adapted or trained whole as well; choose one of them"
@@ -105,7 +107,7 @@ def _problem(part: PartFacts, tokens: Any, taken: Collection[str], tp_size: int)
         return f"is a {part.type_name}, which has no tokens; leave it out"
     if part.kind == "linear" and "bias" in dict(part.parameters):
         return "has a bias, which peft leaves out where tokens are trained; leave it out"
-    problem = part_problem(part) if tp_size > 1 else None
+    problem = part_problem(facts, part) if tp_size > 1 else None
     if problem is not None:
         return f"{problem}; leave it out"
     if part.kind == "linear" and style_of(part, tp_size).weight_shard_dim == 1:
@@ -123,7 +125,7 @@ def _tokens_problem(tokens: Any, num_tokens: int) -> str | None:
     return f"is given token {twice[0]} twice; name each once" if twice else None
 
 
-def _plan(
+def plan_token_rows(
     part: PartFacts, tokens: tuple[int, ...], tp_size: int, *, tied_to: str | None = None
 ) -> TrainedPlan:
     """The rows are whole, and each is used where the token's row of W is; or cut on hidden."""

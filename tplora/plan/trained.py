@@ -24,7 +24,7 @@ from tplora.plan.style import STYLES, FactorPlan, Style, TensorPlan
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tplora.plan.facts import PartFacts, PartKind
+    from tplora.plan.facts import ModelFacts, PartFacts, PartKind
 
 __all__ = ["TrainedPlan", "part_problem", "place_parameter", "plan_part", "style_of"]
 
@@ -32,6 +32,13 @@ What = Literal["module", "tokens", "bias"]
 
 _WHOLE = Style(weight_shard_dim=None)
 _SUMMED = "replicated_with_grad_allreduce"
+# Whose weight the module around them multiplies with itself (transformers 5.24): it would find a
+# parameter where it needs a leaf.
+_READ_FROM_OUTSIDE = {
+    "gemma3n_text": ("altup.correction_coefs", "altup.prediction_coefs"),
+    "jamba": ("mamba.dt_proj",),
+    "longcat_flash": ("router.classifier",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +109,10 @@ def plan_part(
     )
 
 
-def part_problem(part: PartFacts) -> str | None:
+def part_problem(facts: ModelFacts, part: PartFacts) -> str | None:
     """Why a part cannot be trained itself where the model is cut, or None."""
+    if part.name.endswith(_READ_FROM_OUTSIDE.get(facts.text_type, ())):
+        return f"is a {part.type_name} whose weight {facts.text_type} reads from outside"
     if part.kind == "linear" or part.kind == "embedding":
         if part.style in STYLES[part.kind]:
             return None
@@ -111,11 +120,11 @@ def part_problem(part: PartFacts) -> str | None:
             f"has style {part.style!r}, which is not exact when it is trained "
             f"({known_styles(part.kind)} are)"
         )
-    if part.kind != "norm":
+    if part.kind == "other":
         return (
-            f"is a {part.type_name}; only linear layers, embeddings and norms are exact when they "
-            "are trained themselves on more than one rank"
+            f"is a {part.type_name}; only linear layers, embeddings, norms and routers are exact "
+            "when they are trained themselves on more than one rank"
         )
     if part.style in (None, _SUMMED):
         return None
-    return f"is a norm with style {part.style!r}, which is not known to be exact"
+    return f"is a {part.kind} with style {part.style!r}, which is not known to be exact"

@@ -79,9 +79,9 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "fan_in_fan_out": _refused(
         "is for Conv1D (GPT-2), which no architecture with a tensor-parallel plan has; leave it out"
     ),
-    "bias": _exact("linear layers and norms", only=("none", "all", "lora_only")),
+    "bias": _exact("linear layers, norms and routers", only=("none", "all", "lora_only")),
     "use_rslora": _exact(),
-    "modules_to_save": _exact("linear layers, embeddings and norms"),
+    "modules_to_save": _exact("linear layers, embeddings, norms and routers"),
     "init_lora_weights": _exact(
         '"corda" and "lora_ga" in Python alone, after peft\'s preprocessing; not "loftq" and "eva"'
     ),
