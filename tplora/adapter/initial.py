@@ -50,7 +50,8 @@ _LEFT_ON_BASE = {
     ),
     "lora_ga": (
         "_peft_loraga_grad",
-        "call peft's preprocess_loraga(model, config, train_step) before attaching",
+        "call peft's preprocess_loraga(model, config, train_step) before attaching, with modules "
+        'by name: it does not know "all-linear"',
     ),
 }
 

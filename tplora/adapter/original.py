@@ -113,13 +113,15 @@ def _widened(
     """``[A; A0]`` and ``[B  -B0]``; zeros for a layer, such as an embedding, whose W is whole."""
     found = {}
     for module in model.modules():
-        own = getattr(module, "factors", {}).get(adapter_name)
-        if not own or own["A"].name not in factors:
+        if not isinstance(module, FromWholeWeight) or adapter_name not in module.factors:
             continue
+        own, initial = module.factors[adapter_name], module.initial.get(adapter_name)
         a, b = factors[own["A"].name], factors[own["B"].name]
-        initial = getattr(module, "initial", {}).get(adapter_name)
-        a0 = torch.zeros_like(a) if initial is None else initial.a.to(a.dtype)
-        b0 = torch.zeros_like(b) if initial is None else initial.b.to(b.dtype)
+        a0, b0 = torch.zeros_like(a), torch.zeros_like(b)
+        if initial is not None:
+            assert initial.a is not None  # the writer is the first rank of its group
+            assert initial.b is not None
+            a0, b0 = initial.a.to(a.dtype), initial.b.to(b.dtype)
         found[own["A"].name] = torch.cat([a, a0])
         found[own["B"].name] = torch.cat([b, -b0], dim=1)
     return found
