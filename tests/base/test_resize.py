@@ -30,7 +30,8 @@ def _equals_one_process(path, world_size):
     for find in ("get_input_embeddings", "get_output_embeddings"):
         found, wanted = (getattr(one, find)().weight for one in (model, plain))
         assert not found.requires_grad
-        dim = found.placements[0].dim if isinstance(found, DTensor) else None
+        assert isinstance(found, DTensor)
+        dim = found.placements[0].dim
         assert_is_shard(shard=found, full=wanted, dim=dim, what=find, is_exact=True)
     assert model.config.vocab_size == NEW
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -74,6 +74,19 @@ class AdapterFiles:
     """Parameter of the base, by its own name, to key of what takes its place."""
 
     @property
+    def num_tokens(self) -> int:
+        """As many rows as embedding and head need for the adapter's tokens; 0 if none is named."""
+        asked = self.config.trainable_token_indices or []
+        lists = asked.values() if isinstance(asked, dict) else [asked]
+        rows = [token + 1 for tokens in lists for token in tokens]
+        rows += [
+            self.shapes[key][0]
+            for name, key in self.others.items()
+            if name.endswith(".weight") and not any(part.isdigit() for part in name.split("."))
+        ]
+        return max(rows, default=0)
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         """What the factors are written in."""
         with safe_open(self.folder / _WEIGHTS, framework="pt") as file:

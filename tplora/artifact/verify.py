@@ -87,6 +87,8 @@ def verify_adapter(
     probe = read_probe(probe_path)
     adapter = read_adapter(adapter_folder)
     model = auto_class_of(base).from_pretrained(base, dtype=dtype).to(device)
+    if adapter.num_tokens > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(adapter.num_tokens)
     check_fits_base(
         adapter, {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     )

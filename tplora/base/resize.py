@@ -54,12 +54,25 @@ def resize_tokens(model: PreTrainedModel, num_tokens: int, *, seed: int) -> None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model.resize_token_embeddings(num_tokens)
+    if head is not None:
+        _keep_head(model, head)
     for module, cut in zip(modules, cuts, strict=True):
         for name, placed in cut.items():
             _cut(module, name, placed)
     if is_tied:
         head.weight = embedding.weight
     model.requires_grad_(requires_grad=False)
+
+
+def _keep_head(model: PreTrainedModel, head: nn.Module) -> None:
+    """transformers makes a new head; the old one has the style's forward, and stays."""
+    new = model.get_output_embeddings()
+    if new is head:
+        return
+    for name, parameter in new.named_parameters(recurse=False):
+        setattr(head, name, parameter)
+    head.out_features = new.out_features
+    model.set_output_embeddings(head)
 
 
 def _gather(module: nn.Module) -> dict[str, DTensor]:

@@ -54,6 +54,7 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     yield from _lora_problems(lora, places) if "lora" in tables else ()
     yield from _train_problems(train, places)
     yield from _source_problems(_table(tables, "model"), places)
+    yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)
     yield from _eval_problems(_table(tables, "data"), train, places)
 
@@ -138,6 +139,19 @@ def _source_problems(model: Mapping[str, Any], places: Places) -> Iterator[str]:
         yield say_problem(["model", "sha256"], message, places=places, value=sha256)
     if Path(source).is_absolute() and not Path(source).exists():
         yield say_problem(path, _say_missing(Path(source)), places=places, value=source)
+
+
+def _token_problems(
+    model: Mapping[str, Any], lora: Mapping[str, Any], places: Places
+) -> Iterator[str]:
+    new, path = model.get("add_tokens"), ["model", "add_tokens"]
+    if not isinstance(new, list):
+        return
+    if len(set(map(str, new))) < len(new):
+        yield say_problem(path, "names a token twice; name each once", places=places, value=new)
+    if "adapter_name_or_path" in lora:
+        message = "the adapter that is started from brings its tokens; leave it out"
+        yield say_problem(path, message, places=places, value=new)
 
 
 def _file_problems(data: Mapping[str, Any], places: Places) -> Iterator[str]:

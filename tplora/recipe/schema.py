@@ -41,6 +41,8 @@ class ModelTable(_Table):
     cache_dir: str | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+    add_tokens: Annotated[list[NotEmpty], Field(min_length=1)] | None = None
+    """Tokens that tokenizer and model are given; their rows are trained and saved."""
     gguf_file: str | None = None
     local_files_only: bool = False
 

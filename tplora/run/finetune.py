@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import PrinterCallback
 from trl import SFTConfig
 
 from tplora.adapter.attach import attach_adapter
@@ -23,15 +23,17 @@ from tplora.artifact.merge import merge_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.base.load import check_shards, load_base
+from tplora.base.resize import resize_tokens
 from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
-from tplora.plan.lora import build_lora_config, started_from
+from tplora.plan.lora import started_from
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
+from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
 from tplora.train.metrics import MetricsCallback, read_metrics
 from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
@@ -117,14 +119,12 @@ def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
 def _train(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: _Stage
 ) -> tuple[TploraModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.path, trust_remote_code=recipe.model.trust_remote_code
-    )
+    tokenizer = load_tokenizer(recipe, source)
     rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
-    model = _load(recipe, source, plan, device)
+    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source, tokenizer))
     args = _training_arguments(recipe, model, stage, device)
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(
@@ -175,19 +175,23 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
     return (rows.get("data.eval") or rows["data.train"]).dataset
 
 
-def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device) -> TploraModel:
+def _load(
+    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
+) -> TploraModel:
     base = load_base(
         source.path, tp_size=plan.tp_size, device=device, **_loading(recipe.model, source)
     )
+    seed: int = recipe.train.get("seed", SFTConfig.seed)
+    if setup.num_tokens is not None:
+        resize_tokens(base, setup.num_tokens, seed=seed)
     check_shards(base, plan)
-    trust = recipe.model.trust_remote_code
-    lora = build_lora_config(recipe.lora, base.config, trust_remote_code=trust)
+    lora = setup.lora
     lora.base_model_name_or_path = source.name
     lora.revision = None if source.is_local else recipe.model.revision
     model = attach_adapter(
         base,
         lora,
-        seed=recipe.train.get("seed", SFTConfig.seed),
+        seed=seed,
         plan=plan,
         autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
     )
