@@ -15,6 +15,7 @@ from peft import get_peft_model
 from peft.tuners.lora.config import CordaConfig, KasaConfig, LoraGAConfig
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM
 
 from tests.models import SEED, Case, batches, lora, world_size
@@ -119,3 +120,13 @@ def attach_plain(path: str, config: LoraConfig, *, dtype: torch.dtype = torch.fl
     base = _in_float32(path, config, is_cut=False)
     torch.manual_seed(SEED)
     return get_peft_model(base, config, autocast_adapter_dtype=False).to(dtype).train()
+
+
+def put_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    """Give a parameter, cut or whole, the values of a full tensor."""
+    full = full.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        whole = DTensor.from_local(full, parameter.device_mesh, [Replicate()], run_check=False)
+        parameter.to_local().copy_(whole.redistribute(placements=parameter.placements).to_local())
+    else:
+        parameter.copy_(full)

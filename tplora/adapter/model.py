@@ -22,6 +22,7 @@ from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
 from tplora.adapter.tokens import TploraTokens
 from tplora.adapter.trained import building_trained, cut_trained
+from tplora.adapter.variants.singular import SingularValues
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
 from tplora.plan.beside import plan_beside
@@ -31,6 +32,8 @@ from tplora.plan.target import Targets, match_targets
 from tplora.upstream import auto_class, tp_mesh
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
@@ -190,6 +193,18 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             for factor in module.factors.get(adapter_name, {}).values()
         }
         return dict(sorted((found | self._beside.get(adapter_name, {})).items()))
+
+    def _get_kasa_loss(self, adapter_names: str | Sequence[str] | None = None) -> Any:
+        """PEFT's: what KaSA adds to the loss, on cut factors. Collective where one is cut."""
+        names = self.active_adapters if adapter_names is None else adapter_names
+        total: Any = 0.0
+        for name in [names] if isinstance(names, str) else names:
+            config = self.peft_config[name].kasa_config
+            for module in self.modules():
+                variant = getattr(module, "lora_variant", {}).get(name)
+                if isinstance(variant, SingularValues):
+                    total = total + variant.regularization(module, name, config.beta, config.gamma)
+        return total
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""

@@ -53,12 +53,18 @@ def _tensor_plan(parameter: ParameterFacts) -> TensorPlan:
     )
 
 
-def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int:
-    """Bytes of the factors on ``tp_rank``; their gradients take as much, AdamW's state twice."""
+def factor_bytes(
+    plan: Plan, tp_rank: int, *, bytes_per_element: int = 4, only_trained: bool = False
+) -> int:
+    """Bytes of the factors on ``tp_rank``.
+
+    The gradients of those that are trained take as much as these, AdamW's state twice that.
+    """
     return bytes_per_element * sum(
         factor.shard_numel(tp_rank, plan.tp_size)
         for layer in plan.layers
         for factor in layer.factors
+        if factor.is_trained or not only_trained
     )
 
 

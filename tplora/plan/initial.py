@@ -6,6 +6,7 @@ has to be told apart from the W that other modules share.
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "alone_problem",
+    "as_loaded",
     "changes_base",
     "find_init_problems",
     "layer_init_problem",
@@ -37,6 +39,18 @@ def changes_base(config: LoraConfig) -> bool:
 
 def _takes_from_base(init: object) -> bool:
     return isinstance(init, str) and _TAKES_FROM_BASE.fullmatch(init) is not None
+
+
+def as_loaded(config: LoraConfig) -> LoraConfig:
+    """The config of a saved adapter, whose factors the file overwrites once they are there.
+
+    EVA says how they began, and leaves the base as it is; what changes the base does so again.
+    """
+    if config.init_lora_weights != "eva":
+        return config
+    loaded = copy.copy(config)
+    loaded.init_lora_weights, loaded.eva_config = True, None
+    return loaded
 
 
 def alone_problem(config: LoraConfig, others: Iterable[LoraConfig]) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tplora.errors import PlanError
 from tplora.plan.facts import read_facts
+from tplora.plan.initial import as_loaded
 from tplora.plan.target import expert_names
 from tplora.recipe.lora_fields import OWN_KEYS
 from tplora.recipe.lora_rules import say_method, say_value
@@ -77,7 +78,7 @@ def _config_of(folder: str) -> LoraConfig:
             [f"lora.adapter_name_or_path = {folder!r}: its config cannot be read: {error}"]
         ) from None
     config.inference_mode = False
-    return config
+    return as_loaded(config)
 
 
 def find_config_problems(config: LoraConfig) -> list[str]:
@@ -85,6 +86,7 @@ def find_config_problems(config: LoraConfig) -> list[str]:
     if config.peft_type != "LORA":
         return [f"{type(config).__name__}: {say_method(config.peft_type)}"]
     problems = []
+    config = as_loaded(config) if config.inference_mode else config
     default = type(config)()
     defaults = {field.name: getattr(default, field.name) for field in dataclasses.fields(config)}
     for name, usual in defaults.items():

@@ -152,7 +152,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     count = count_collectives(plan)
     total = sum(parameter.numel for parameter in plan.facts.parameters)
     base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
-    factors = factor_bytes(plan, 0)
+    factors, trained = factor_bytes(plan, 0), factor_bytes(plan, 0, only_trained=True)
     rows = [
         (
             "trainable parameters",
@@ -162,7 +162,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         (
             "bytes per rank",
             f"base {_size(base)} ({plan.base_dtype}), factors {_size(factors)}, their gradients "
-            f"{_size(factors)}, AdamW state {_size(2 * factors)}; activations come on top",
+            f"{_size(trained)}, AdamW state {_size(2 * trained)}; activations come on top",
         ),
     ]
     missed = say_missed_experts(plan)

@@ -59,7 +59,8 @@ REFUSED_INITS: Mapping[str, str] = {
     ),
     "eva": (
         "computes A from whole inputs of every layer, which are cut here; run peft's "
-        "initialize_lora_eva_weights in one process, save, and start from that folder"
+        "initialize_lora_eva_weights in one process, save, and start from that folder with "
+        "lora.adapter_name_or_path"
     ),
 }
 
