@@ -39,7 +39,7 @@ def _often(model_type):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("model_type", map(_often, table.AT_FOUR))
+@pytest.mark.parametrize("model_type", [_often(name) for name in table.AT_FOUR])
 def test_four_ranks_are_one_process(world4, model_type, tmp_path):
     build_model(model_type, tiny_config(model_type, wide=True)).save_pretrained(tmp_path)
     _assert_exact(world4.run(deviations, str(tmp_path), 4), ROWS[model_type].precision)
