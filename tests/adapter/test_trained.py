@@ -17,6 +17,7 @@ from tplora.adapter.gradients import GradientSync
 from tplora.adapter.load import load_factors
 from tplora.adapter.local_module import LocalModule
 from tplora.adapter.tokens import TploraTokens
+from tplora.artifact.merge import merge_adapter
 from tplora.base.load import load_base
 from tplora.errors import PlanError, ShardError
 
@@ -39,21 +40,30 @@ def recorded(alone, checkpoint, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", beside.RUNS)
-def test_ten_steps_equal_plain_peft(world, recorded, name):
-    world.run(beside.compare, *recorded(name))
+RUNS = [
+    *((2, name) for name in beside.RUNS),
+    *((3, name) for name in beside.RUNS if name not in beside.ON_TWO),
+]
+
+
+@pytest.mark.parametrize(("size", "name"), RUNS)
+def test_ten_steps_equal_plain_peft(world_of, recorded, size, name):
+    world_of(size).run(beside.compare, *recorded(name))
 
 
 @pytest.mark.parametrize("name", beside.RUNS)
-def test_plain_peft_reads_the_saved_adapter(world2, alone, checkpoint, tmp_path, name):
-    """With the adapter, without it, and merged; and the file is that of one process."""
+def test_plain_peft_reads_the_saved_adapter(world_of, alone, checkpoint, tmp_path, name):
+    """With the adapter, without it, merged, merged file by file; the file is one process's."""
     model, changes, case = beside.RUNS[name]
     path = checkpoint(model, **changes)
-    wanted, bare = world2.run(beside.save, path, case, tmp_path / "two")[0]
+    wanted, bare = world_of(2).run(beside.save, path, case, tmp_path / "two")[0]
     alone.run(beside.save, path, case, tmp_path / "one")
     can_merge = name != "tokens-tied-but-other-tokens"  # peft writes both into the one weight
     found, without, merged = alone.run(beside.reload_plain, path, tmp_path / "two", can_merge)[0]
-    for one, other in ((found, wanted), (without, bare), (merged, wanted)):
+    merge_adapter(path, tmp_path / "two", tmp_path / "merged")
+    in_files = alone.run(beside.logits_of, tmp_path / "merged")[0]
+    pairs = ((found, wanted), (without, bare), (merged, wanted), (in_files, wanted))
+    for one, other in pairs:
         assert abs(one - other).max() < 1e-11
     assert abs(wanted - bare).max() > 1e-3
     one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "two"))
