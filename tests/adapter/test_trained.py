@@ -88,6 +88,18 @@ def test_what_was_saved_is_read_back(world2, checkpoint, tmp_path, name):
     world2.run(_read_back, checkpoint(model, **changes), case, tmp_path / "adapter")
 
 
+def _for_inference(path, case):
+    model = load(path, lora(case.targets, **case.changes | {"inference_mode": True}))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not beside.logits(model).requires_grad
+
+
+@pytest.mark.parametrize("name", ["modules-head", "tokens-tied", "bias-all"])
+def test_nothing_is_trained_for_inference(world2, checkpoint, name):
+    model, changes, case = beside.RUNS[name]
+    world2.run(_for_inference, checkpoint(model, **changes), case)
+
+
 FIRST = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
 SECOND = {"target_modules": ["v_proj"], "trainable_token_indices": [3, 100, 126]}
 
@@ -139,9 +151,12 @@ def _second_bias(path):
     model = load(path, lora("query"))
     with pytest.raises(PlanError, match="peft never trains the biases of an adapter that is added"):
         model.add_adapter("second", lora("query", bias="all"))
+    model = load(path, lora("query", bias="all"))
+    with pytest.raises(PlanError, match="changed the base's weights, which would stay so"):
+        model.delete_adapter("default")
 
 
-def test_biases_of_a_second_adapter_are_refused(world2, checkpoint):
+def test_biases_of_a_second_adapter_are_refused_and_those_of_the_first_stay(world2, checkpoint):
     world2.run(_second_bias, checkpoint("llama_bias", **CUT))
 
 

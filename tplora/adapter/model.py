@@ -95,6 +95,9 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         base = self.get_base_model()
         beside = list(cut_trained(base, adapter_name, trained, self.mesh, self._shared_input))
         self._beside[adapter_name] = {factor.name: factor for factor in beside}
+        if self.peft_config[adapter_name].inference_mode:
+            for factor in beside:  # PEFT marks biases all the same
+                factor.parameter.requires_grad_(False)
         for factor in (*cut_factors(base, adapter_name, layers), *beside):
             if self.sync is not None:
                 self.sync.add(factor)
@@ -157,9 +160,10 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used.
 
         Raises:
-            PlanError: If the base's weights would stay as the adapter's init has changed them.
+            PlanError: If the base would stay as the adapter's init or its biases have changed it.
         """
-        if changes_base(self.peft_config[adapter_name]):
+        config = self.peft_config[adapter_name]
+        if changes_base(config) or config.bias != "none":
             raise PlanError(
                 [
                     f"delete_adapter: {adapter_name!r} has changed the base's weights, which would "
