@@ -7,7 +7,6 @@ import torch.distributed as dist
 from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
-    DistributedConfig,
     PrinterCallback,
     Trainer,
     TrainingArguments,
@@ -17,6 +16,7 @@ from tests.models import CUT, SEED, InDouble, lora
 from tests.parity import assert_is_shard
 from tests.tiny import VOCAB, tiny_config
 from tplora.adapter.attach import attach_adapter
+from tplora.base.load import load_base
 from tplora.errors import PlanError, ShardError
 from tplora.train.parallelism import parallelism_config
 from tplora.upstream import local_shard
@@ -42,10 +42,11 @@ def checkpoint(tmp_path_factory):
 
 
 def _base(path, *, is_cut):
-    settings = {}
+    auto = AutoModelForSequenceClassification
     if is_cut:
-        settings["distributed_config"] = DistributedConfig(tp_size=dist.get_world_size())
-    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64, **settings)
+        size = dist.get_world_size()
+        return load_base(path, tp_size=size, model_class=auto, dtype=torch.float64)
+    return auto.from_pretrained(path, dtype=torch.float64)
 
 
 def _config():

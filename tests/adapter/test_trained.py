@@ -117,6 +117,27 @@ def _two(path, *, is_plain):
     return model
 
 
+def _over_trained_biases(path):
+    """A second adapter, on and around modules whose biases the first one trains."""
+    found = []
+    for is_plain in (False, True):
+        first = lora("query", bias="all")
+        second = lora("query", target_modules=["v_proj"], modules_to_save=["k_proj"])
+        model = load_plain(path, first) if is_plain else load(path, first)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.add_(0.5)
+        model.add_adapter("second", second)  # A may be any: B is zero
+        model.set_adapter("second")
+        found.append(beside.logits(model))
+    assert_is_shard(shard=found[0], full=found[1], dim=None, what="logits", atol=1e-5)
+
+
+def test_a_second_adapter_sees_the_biases_that_the_first_trains(world2, checkpoint):
+    world2.run(_over_trained_biases, checkpoint("llama_bias", **CUT))
+
+
 def _switched(path):
     """One after the other is trained on; then the first is gone."""
     ours, plain = _two(path, is_plain=False), _two(path, is_plain=True)
@@ -145,6 +166,27 @@ def _switched(path):
 
 def test_adapters_are_switched_and_deleted_as_in_plain_peft(world2, checkpoint):
     world2.run(_switched, checkpoint("llama", **CUT))
+
+
+def _beside_another(path):
+    """PEFT takes the copy of a head that another adapter trains for one more linear layer."""
+    model = load(path, lora("query", modules_to_save=["lm_head", "o_proj"]))
+    for changes, words in (
+        ({"target_modules": ["o_proj"]}, "o_proj is trained itself by another adapter"),
+        ({"modules_to_save": ["0.self_attn.q_proj"], "target_modules": ["k_proj"]}, "q_proj is to"),
+        ({"trainable_token_indices": {"lm_head": [3]}}, "lm_head is to be trained, and is"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            model.add_adapter("second", lora("query", **changes))
+    model.add_adapter("second", lora("all-linear", exclude_modules=["o_proj"]))
+    names = {name.split(".lora_")[0].split(".")[-1] for name in model.factors("second")}
+    assert names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+    named = model.peft_config["second"].target_modules
+    assert {name.split(".")[-1] for name in named} == names
+
+
+def test_a_second_adapter_is_put_on_the_base_alone(world2, checkpoint):
+    world2.run(_beside_another, checkpoint("llama", **CUT))
 
 
 def _second_bias(path):

@@ -15,13 +15,13 @@ from peft import (
 
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
-from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
 from tplora.adapter.tokens import TploraTokens
-from tplora.adapter.trained import building_trained, cut_trained
+from tplora.adapter.trained import building_trained, conflicts, cut_trained
 from tplora.adapter.variants.singular import SingularValues
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
@@ -122,8 +122,10 @@ class TploraModel(PeftModel):  # type: ignore[misc]
                 f"lora.bias = {peft_config.bias!r}: peft never trains the biases of an adapter "
                 "that is added to a model; attach it as the first one"
             )
+        problems += conflicts(base, layers, trained)
         if problems:
             raise PlanError(problems)
+        peft_config = with_layers_named(peft_config, layers)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)
         config = attach_config(peft_config, layers)

@@ -27,6 +27,7 @@ def load_base(
     *,
     tp_size: int,
     device: torch.device | None = None,
+    model_class: Any = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
     """Load ``path`` frozen, tensor-parallel over ``tp_size`` ranks.
@@ -37,6 +38,8 @@ def load_base(
         path: What ``from_pretrained`` takes.
         tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
         device: Where a model of one process goes; ranks of a group use their own device.
+        model_class: What has the ``from_pretrained``, such as
+            ``AutoModelForSequenceClassification``; what generates text when left out.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
@@ -49,9 +52,9 @@ def load_base(
             "weights itself; leave device_map out"
         )
     if tp_size > 1:
-        model = _load_cut(path, tp_size, from_pretrained)
+        model = _load_cut(path, tp_size, model_class, from_pretrained)
     else:
-        auto = auto_class_of(path, **from_pretrained)
+        auto = model_class or auto_class_of(path, **from_pretrained)
         model = auto.from_pretrained(path, **from_pretrained)
         if device is not None:
             model.to(device)
@@ -59,12 +62,15 @@ def load_base(
     return model
 
 
-def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+def _load_cut(
+    path: str, tp_size: int, model_class: Any, from_pretrained: dict[str, Any]
+) -> PreTrainedModel:
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
     with mended_while_loading(config, tp_size) as styles:
-        model: PreTrainedModel = auto_class(config).from_pretrained(
+        auto = model_class or auto_class(config)
+        model: PreTrainedModel = auto.from_pretrained(
             path,
             distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
             **from_pretrained,
