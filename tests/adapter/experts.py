@@ -167,7 +167,7 @@ class CutExperts:
         self.sync = GradientSync(self.mesh.get_group(), shared_input)
         for name, wrapper in self.wrappers.items():
             for k, adapter in enumerate(case.adapters):
-                for factor in wrapper.make_factors(adapter, name, plan_of(case, name, k)):
+                for factor in wrapper.make_factors(adapter, name, plan_of(case, name, k)).values():
                     self.sync.add(factor)
 
     def __call__(self, *inputs):

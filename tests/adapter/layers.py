@@ -27,7 +27,7 @@ from tplora.plan.style import shard_range
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tplora.adapter.factor import Factor
+    from tplora.adapter.factor import Factors
     from tplora.adapter.linear import TploraLinear
 
 KEY = 77
@@ -117,12 +117,12 @@ class Layer:
         self.shared_input = shared_input or SharedInput(group)
         self.module = self._build()
         self.sync = GradientSync(group, self.shared_input)
-        self.factors: dict[str, tuple[Factor, Factor]] = {}
+        self.factors: dict[str, Factors] = {}
         for k, name in enumerate(case.adapters):
             plan = plan_layer(replace(case, r=case.r + k))
             shard_dropout(self.module, name, plan)
             self.factors[name] = self.module.make_factors(name, "layer", plan)
-            for factor in self.factors[name]:
+            for factor in self.factors[name].values():
                 self.sync.add(factor)
         self.module.set_adapter(case.adapters)
         if case.is_disabled:

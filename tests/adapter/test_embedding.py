@@ -45,7 +45,9 @@ def _embedding_equals_plain_torch(case: Case) -> None:
     y_full.backward(dy)
     y.backward(dy)
     for name in case.adapters:
-        pairs = zip("AB", layer.factors[name], (numbers.a[name], numbers.b[name]), strict=True)
+        pairs = zip(
+            "AB", layer.factors[name].values(), (numbers.a[name], numbers.b[name]), strict=True
+        )
         for key, factor, full in pairs:
             assert_is_shard(
                 shard=factor.parameter.grad,

@@ -73,7 +73,7 @@ def _layer_equals_plain_torch(case: Case) -> None:
     assert_is_shard(shard=x.grad, full=x_full.grad, dim=x_dim, what="dx")
     for name in case.adapters:
         for key, factor_, full in zip(
-            "AB", layer.factors[name], (numbers.a[name], numbers.b[name]), strict=True
+            "AB", layer.factors[name].values(), (numbers.a[name], numbers.b[name]), strict=True
         ):
             _assert_grad(factor_, full, f"grad of {key} of {name}", is_none=case.is_disabled)
 

@@ -45,7 +45,7 @@ def _experts_equal_plain_peft(case: Case) -> None:
 
 def _assert_gradients(here: CutExperts, there, adapter: str) -> None:
     for name, key, parameter in _gradients(there, adapter):
-        factor_ = here.wrappers[name].factors[adapter]["AB".index(key)]
+        factor_ = here.wrappers[name].factors[adapter][key]
         grad, what = factor_.parameter.grad, f"grad of {key} of {name} of {adapter}"
         if here.case.is_disabled:
             assert grad is None
@@ -121,7 +121,7 @@ def _errors_in_bfloat16(case: Case) -> list[tuple[str, float, float]]:
         y.backward(inputs[3])
         found.append({"y": y.detach(), "dx": inputs[0].grad})
     for name, key, parameter in _gradients(exact, "default"):
-        factor_ = here.wrappers[name].factors["default"]["AB".index(key)]
+        factor_ = here.wrappers[name].factors["default"][key]
         plain = {n + k: p for n, k, p in _gradients(rounded, "default")}[name + key]
         for where, grad in zip(
             found, (local_shard(factor_.parameter.grad), plain.grad, parameter.grad), strict=True
@@ -187,7 +187,7 @@ def _while_ordered_alike() -> None:
     """B's columns by expert, as A's rows are."""
 
     def left_right(self, name, dtype):
-        a, b = (one.local() for one in self.factors[name])
+        a, b = (one.local() for one in self.factors[name].values())
         left = b.reshape(b.shape[0], self.num_experts, -1).permute(1, 0, 2)
         return left, a.reshape(self.num_experts, -1, a.shape[1]) * self.scaling[name]
 

@@ -67,7 +67,7 @@ def _cut(style: str) -> tuple[ParamWrapper, GradientSync]:
         return ParamWrapper(base, name, plan=plan, mesh=mesh, shared_input=shared, **settings)
 
     wrapper, sync = _wrap(build), GradientSync(mesh.get_group(), shared)
-    for factor in wrapper.make_factors("default", "layer", plan):
+    for factor in wrapper.make_factors("default", "layer", plan).values():
         sync.add(factor)
     return wrapper, sync
 
@@ -85,7 +85,7 @@ def _special_linear_equals_plain_peft(style: str) -> dict[str, int]:
     piece = dy if dim is None else dy.chunk(dist.get_world_size(), -1)[dist.get_rank()]
     outputs[0].backward(piece)
     assert_is_shard(shard=x.grad, full=x_full.grad, dim=None, what="dx")
-    for key, factor in zip("AB", here.factors["default"], strict=True):
+    for key, factor in zip("AB", here.factors["default"].values(), strict=True):
         full = getattr(there, f"lora_{key}")["default"].weight.grad
         wanted = shard_full(full, factor.plan, here.mesh)
         assert_is_shard(shard=factor.parameter.grad, full=wanted, dim=None, what=f"grad of {key}")

@@ -8,13 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
 from tests.zoo.build import build_model
-from tplora.artifact import delta, merge, tensor_file
+from tplora.artifact import change, merge, tensor_file
 from tplora.artifact.merge import merge_adapter
 from tplora.errors import ArtifactError
 
 ALL_LINEAR = {"target_modules": "all-linear"}
 IDS = torch.arange(12).view(1, -1) % VOCAB
 Q0 = "model.layers.0.self_attn.q_proj"
+NORM0 = "model.layers.0.input_layernorm.weight"
 
 
 def _weights(folder):
@@ -60,8 +61,28 @@ def bases(tmp_path_factory):
         ALL_LINEAR
         | {"rank_pattern": {"q_proj": 2, "layers.1.mlp.*": 3}, "alpha_pattern": {"up_proj": 11}},
         {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+        ALL_LINEAR | {"use_dora": True},
+        {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True, "use_rslora": True},
+        ALL_LINEAR | {"modules_to_save": ["lm_head", "input_layernorm"]},
+        ALL_LINEAR | {"modules_to_save": ["mlp"], "exclude_modules": ".*mlp.*"},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 49, 7]},
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"lm_head": [5], "embed_tokens": [1, 2]},
+        },
     ],
-    ids=["all-linear", "rslora", "patterns", "embedding and head"],
+    ids=[
+        "all-linear",
+        "rslora",
+        "patterns",
+        "embedding and head",
+        "dora",
+        "dora at the ends",
+        "modules",
+        "containers",
+        "tokens",
+        "tokens at both ends",
+    ],
 )
 def test_a_merge_from_files_equals_pefts_own(bases, tmp_path, base, config):
     adapter = write_adapter(bases[base], tmp_path / "adapter", **config)
@@ -100,6 +121,46 @@ def test_the_base_dtype_is_kept_and_only_rounding_is_lost(bases, tmp_path):
     exact = _weights(base)[f"{Q0}.weight"].float() + 6 / 4 * b @ a
     assert torch.equal(after[f"{Q0}.weight"], exact.to(torch.bfloat16))
     assert 0 < report.max_abs_error <= 2**-8 * float(exact.abs().max()) * 2
+
+
+@pytest.mark.parametrize("bias", [{"lora_bias": True}, {"bias": "lora_only"}, {"bias": "all"}])
+def test_biases_are_merged(tmp_path, bias):
+    base = write_base(tmp_path / "base", attention_bias=True, mlp_bias=True)
+    adapter = write_adapter(base, tmp_path / "adapter", **ALL_LINEAR | bias)
+    merge_adapter(str(base), adapter, tmp_path / "out")
+    _assert_equals_peft(base, adapter, tmp_path / "out")
+    names = [
+        n for n, t in _weights(base).items() if not torch.equal(t, _weights(tmp_path / "out")[n])
+    ]
+    assert any(name.endswith(".bias") for name in names)
+
+
+@pytest.mark.parametrize("base", ["tied", "tied shards"])
+def test_tokens_of_a_tied_weight_are_trained_on_both_sides(bases, tmp_path, base):
+    adapter = write_adapter(
+        bases[base], tmp_path / "adapter", **ALL_LINEAR | {"trainable_token_indices": [1, 48]}
+    )
+    assert not merge_adapter(str(bases[base]), adapter, tmp_path / "out").is_untied
+    _assert_equals_peft(bases[base], adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["one file", "shards", "tied", "tied shards"])
+def test_added_tokens_grow_embedding_head_and_config(bases, tmp_path, base):
+    """The adapter holds the rows of its new tokens; the base's files have none."""
+    model = AutoModelForCausalLM.from_pretrained(bases[base])
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    model.save_pretrained(tmp_path / "resized")
+    new = [VOCAB, VOCAB + 1, VOCAB + 2]
+    tokens = new if "tied" in base else {"embed_tokens": new, "lm_head": new}
+    adapter = write_adapter(
+        tmp_path / "resized",
+        tmp_path / "adapter",
+        **ALL_LINEAR | {"trainable_token_indices": tokens},
+    )
+    merge_adapter(str(bases[base]), adapter, tmp_path / "out")
+    _assert_equals_peft(tmp_path / "resized", adapter, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["vocab_size"] == VOCAB + 3
 
 
 @pytest.mark.parametrize("base", ["tied", "tied shards"])
@@ -173,7 +234,7 @@ def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", limit)
-    monkeypatch.setattr(delta, "read_rows", counted)
+    monkeypatch.setattr(change, "read_rows", counted)
     in_rows = merge_adapter(str(base), adapter, tmp_path / "rows")
     assert 0 < most <= 2 * limit + 2 * limit  # two in hand, two of the step before not yet freed
     largest = max(file.stat().st_size for file in base.glob("*.safetensors"))
@@ -186,12 +247,10 @@ def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"use_dora": True}, "use_dora = True cannot be merged"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* cannot be merged"),
-        ({"bias": "lora_only"}, "bias = 'lora_only' cannot be merged"),
-        ({"lora_bias": True}, "lora_bias = True cannot be merged"),
+        ({"use_dora": True}, "use_dora is True, but model.layers.0.self_attn.q_proj has none"),
+        ({"lora_bias": True}, "lora_bias is True, but model.layers.0.self_attn.q_proj has none"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' cannot be merged"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices = .* cannot be merged"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = .* cannot be merged into files"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out = True cannot be merged"),
     ],
 )
@@ -238,7 +297,13 @@ def _rename(tensors, old, new):
     [
         (
             lambda t: t | {f"base_model.model.{Q0}.lora_magnitude_vector": torch.ones(32)},
-            "lora_magnitude_vector is no factor of LoRA, 1 such tensors would be lost",
+            "use_dora is False, but it holds .*lora_magnitude_vector",
+        ),
+        (
+            lambda t: (
+                t | {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(32)}
+            ),
+            "input_layernorm.weight is no factor of LoRA, and its config names no such part",
         ),
         (lambda t: _rename(t, "q_proj", "x_proj"), "adapts model.layers.0.self_attn.x_proj, but"),
         (
@@ -282,7 +347,7 @@ def test_a_tensor_that_is_wrong_on_disk_is_seen(bases, tmp_path, monkeypatch):
     def one_row_off(stream, place, rows, tensor):
         original(stream, place, rows, tensor.roll(1, 0))
 
-    monkeypatch.setattr(delta, "write_rows", one_row_off)
+    monkeypatch.setattr(change, "write_rows", one_row_off)
     with pytest.raises(ArtifactError, match=r"what is on disk is .* from base plus delta"):
         merge_adapter(str(bases["one file"]), adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -38,7 +38,9 @@ def write_adapter(base, folder, **config):
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_" in name:
+                if "magnitude" in name:
+                    parameter.mul_(torch.rand_like(parameter) + 0.5)
+                elif parameter.requires_grad:
                     parameter.normal_(std=0.2)
         model.save_pretrained(folder)
     return folder

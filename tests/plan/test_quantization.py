@@ -208,12 +208,31 @@ def test_a_recipe_for_a_large_model_says_what_its_plan_counts(name):
 
 
 @pytest.mark.parametrize(
-    "given", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}]
+    "given",
+    [
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"alora_invocation_tokens": [3]},
+    ],
+    ids=str,
 )
-def test_adapters_that_read_the_base_are_refused_where_it_is_quantised(given):
-    config, lora = tiny_config("llama", **WIDE), LoraConfig(target_modules=["q_proj"], **given)
-    with pytest.raises(PlanError, match="is not known to be exact where they are quantised"):
+def test_adapters_that_read_or_train_the_base_are_refused_where_it_is_quantised(given):
+    given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | given
+    config, lora = tiny_config("llama", **WIDE), LoraConfig(**given)
+    with pytest.raises(PlanError, match="is not known to be exact where the base is quantised"):
         build_plan(config, lora, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))
+
+
+def test_a_quantised_module_cannot_be_trained():
+    config = tiny_config("llama", **WIDE)
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    with pytest.raises(PlanError, match=r"o_proj is quantised and cannot be trained"):
+        build_plan(config, lora, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))
+    head = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    build_plan(config, head, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,28 @@ def test_sft_with_adapters_on_head_and_embedding_equals_one_process(
         _assert_same(found, wanted)
 
 
+# Tokens that occur in several of the rows that token_rows makes.
+HEADS = {
+    "dora": (("use_dora", True), ("target_modules", ("lm_head", "q_proj"))),
+    "activated": (("alora_invocation_tokens", (76,)),),
+    "saved": (("modules_to_save", ("lm_head",)),),
+    "tokens": (("trainable_token_indices", (3, 76, 98)),),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_changes_the_head_or_its_loss_equals_one_process(
+    world2, trained_alone, checkpoint, tmp_path, head
+):
+    """The tied head of the trained tokens is the fused one as well."""
+    name = "qwen2_tied" if head == "tokens" else "llama"
+    setup = Setup(dropout=0.3, max_steps=3, changes=HEADS[head])
+    wanted = trained_alone(name, setup)
+    assert any(entry.get("grad_norm", 0) > 0 for entry in wanted[0])
+    for found in world2.run(_train, checkpoint(name, **CUT), tmp_path, setup):
+        _assert_same(found, wanted)
+
+
 @pytest.mark.parametrize("trainer", ["trl", "transformers"])
 def test_an_unmodified_trainer_trains_the_same(
     world2, trained_alone, checkpoint, tmp_path, trainer

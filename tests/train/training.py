@@ -34,6 +34,8 @@ class Setup:
     save_steps: int = 0
     saves_weights_only: bool = True
     logging_steps: int = 1
+    changes: tuple[tuple[str, object], ...] = ()
+    """Further settings of the LoRA config."""
 
 
 def token_rows(num_rows, *, seed=5):
@@ -68,7 +70,7 @@ def collate(rows):
 def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
     """The trainer of ``setup`` over a tplora model cut over this rank's world."""
     datasets.disable_progress_bars()
-    model = load(path, lora(setup.targets, dropout=setup.dropout))
+    model = load(path, lora(setup.targets, dropout=setup.dropout, **dict(setup.changes)))
     is_trl = setup.trainer != "transformers"
     common = {
         "output_dir": str(folder),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from peft import TaskType
 
-from tplora.adapter.model import TploraModel
+from tplora.adapter.model import model_class
 from tplora.errors import ShardError
 from tplora.plan.build import Plan, plan_model
 from tplora.upstream import tp_mesh
@@ -14,6 +14,8 @@ from tplora.upstream import tp_mesh
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
+
+    from tplora.adapter.model import TploraModel
 
 __all__ = ["attach_adapter"]
 
@@ -29,7 +31,7 @@ def attach_adapter(
 ) -> TploraModel:
     """Freeze ``model``, put the adapter of ``config`` on it, and return PEFT's model around it.
 
-    Only the factors are trainable afterwards.
+    Only the factors are trainable afterwards, what the config trains beside LoRA's among them.
 
     Args:
         model: A base loaded with ``load_base``, or any model that transformers loaded with
@@ -51,7 +53,7 @@ def attach_adapter(
     if plan is None:
         dtype = str(model.dtype).removeprefix("torch.")
         plan = plan_model(model, config, tp_size=tp_size, base_dtype=dtype)
-    attached = TploraModel(
+    attached = model_class(config)(
         model,
         config,
         plan=plan,
@@ -64,9 +66,10 @@ def attach_adapter(
 
 
 def _check_trainable(model: TploraModel) -> None:
-    """Only factors are trainable, and all of them are; for inference, nothing is."""
-    is_trained = not model.peft_config["default"].inference_mode
-    expected = set(model.factors()) if is_trained else set()
+    """Only factors are trainable, and all that the plan trains; for inference, nothing is."""
+    expected = {name for name, factor in model.factors().items() if factor.plan.is_trained}
+    if model.peft_config["default"].inference_mode:
+        expected = set()
     found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if found != expected:
         wrong = sorted(found ^ expected)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from tplora.plan.layer import LayerPlan
 
-__all__ = ["attach_config", "file_config"]
+__all__ = ["attach_config", "file_config", "with_layers_named"]
 
 
 def attach_config(config: LoraConfig, layers: Iterable[LayerPlan]) -> LoraConfig:
     """A copy of ``config`` that names exactly ``layers``, each by the way it is adapted."""
     layers = tuple(layers)
     if not config.target_parameters and all(layer.kind != "parameter" for layer in layers):
-        return copy.copy(config)
+        return _copy(config)
     return _named(
         config,
         modules=[layer.name for layer in layers if layer.kind != "parameter"],
@@ -66,9 +66,28 @@ def file_config(
     return named
 
 
+def with_layers_named(config: LoraConfig, layers: Iterable[LayerPlan]) -> LoraConfig:
+    """A copy of ``config`` in which "all-linear" is spelled out as ``layers``.
+
+    Of a model that has adapters PEFT would take in what other adapters hold beside the base.
+    """
+    copied = _copy(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        copied.target_modules = {layer.name for layer in layers if layer.kind != "parameter"}
+    return copied
+
+
+def _copy(config: LoraConfig) -> LoraConfig:
+    """PEFT adds to the lists of a config that it attaches."""
+    copied = copy.copy(config)
+    if config.modules_to_save is not None:
+        copied.modules_to_save = list(config.modules_to_save)
+    return copied
+
+
 def _named(config: LoraConfig, *, modules: list[str], parameters: list[str]) -> LoraConfig:
     """What is chosen is spelled out; nothing that chooses stays."""
-    named = copy.copy(config)
+    named = _copy(config)
     named.target_modules = set(modules)
     named.target_parameters = sorted(parameters)
     named.exclude_modules = named.layers_to_transform = named.layers_pattern = None

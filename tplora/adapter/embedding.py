@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor, delta_like, factors_of
+from tplora.adapter.factor import Factor, Factors, delta_like, factors_of
+from tplora.adapter.initial import FromWholeWeight
+from tplora.adapter.merging import MergesLocally
+from tplora.adapter.variants import EMBEDDING_VARIANTS, LocalVariant
 from tplora.collectives import gather_last_dim, reduce_partial
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["TploraEmbedding"]
 
 
-class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
+class TploraEmbedding(FromWholeWeight, MergesLocally, lora.Embedding):  # type: ignore[misc]
     """A frozen embedding, cut on the vocabulary, on the hidden size or whole, with its adapter.
 
         y = sum over ranks of  [t in shard] * ( W_k[t] + scaling * A_k[:, t]^T B^T )    vocabulary
@@ -57,30 +60,38 @@ class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
         mesh: DeviceMesh | None,
         **kwargs: Any,
     ) -> None:
-        self.plan = plan  # before PEFT, which asks for the sizes
+        self.plan, self.mesh = plan, mesh  # before PEFT, which asks for the sizes
         super().__init__(base_layer, adapter_name, **kwargs)
-        self.mesh = mesh
-        self.factors: dict[str, tuple[Factor, Factor]] = {}
+        self.factors: dict[str, Factors] = {}
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         vocab_size, hidden_size = self.plan.weight.shape
         return vocab_size, hidden_size
 
-    def make_factors(
-        self, adapter_name: str, prefix: str, plan: LayerPlan
-    ) -> tuple[Factor, Factor]:
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LocalVariant] | None]:
+        """What PEFT builds for the fields of a config that change what an adapter computes."""
+        return EMBEDDING_VARIANTS
+
+    def make_factors(self, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
-        a, b = (
-            Factor(
-                f"{prefix}.{key}.{adapter_name}",
-                (getattr(self, key), adapter_name),
+        places = [
+            ("A", "lora_embedding_A", self.lora_embedding_A, adapter_name, plan.a),
+            ("B", "lora_embedding_B", self.lora_embedding_B, adapter_name, plan.b),
+        ]
+        for extra, factor_plan in plan.extras:
+            owner, key = self.lora_magnitude_vector[adapter_name], "lora_magnitude_vector"
+            places.append((extra, key, owner, "weight", factor_plan))
+        self.factors[adapter_name] = {
+            what: Factor(
+                f"{prefix}.{key}.{adapter_name}" + ("" if leaf == adapter_name else f".{leaf}"),
+                (owner, leaf),
                 factor_plan,
                 self.mesh,
             )
-            for key, factor_plan in (("lora_embedding_A", plan.a), ("lora_embedding_B", plan.b))
-        )
-        self.factors[adapter_name] = (a, b)
-        return a, b
+            for what, key, owner, leaf, factor_plan in places
+        }
+        return self.factors[adapter_name]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Look tokens up in this rank's part and put the parts together."""
@@ -122,15 +133,29 @@ class TploraEmbedding(lora.Embedding):  # type: ignore[misc]
         for name in self.active_adapters:
             if name not in self.lora_embedding_A:
                 continue
-            a, b = (factor.local() for factor in factors_of(self.factors, name))
+            factors = factors_of(self.factors, name)
+            tensors = {what: factor.local() for what, factor in factors.items()}
+            a = tensors["A"]
             rows = F.embedding(tokens, a.T, padding_idx=self._own_padding(a.shape[1], start))
-            delta = F.linear(rows, b) * self.scaling[name]
-            result = result + (delta if scale is None else delta * scale.to(delta.dtype))
+            rows = rows if scale is None else rows * scale.to(rows.dtype)
+            result = self._apply_adapter(name, result, rows, tensors)
         return result.to(dtype)
+
+    def _apply_adapter(
+        self, name: str, result: torch.Tensor, rows: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """``result`` with one adapter's part, from A's rows of the tokens."""
+        variant: LocalVariant | None = self.lora_variant.get(name)
+        if variant is None:
+            scaling: float = self.scaling[name]
+            return result + F.linear(rows, tensors["B"]) * scaling
+        tensors |= variant.constants(self, name, tensors)
+        return variant.apply(self, name, result, rows, tensors)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``scaling * (B A)^T``, placed as W is; PEFT merges it. No communication."""
-        a, b = (factor.local() for factor in factors_of(self.factors, adapter))
+        factors = factors_of(self.factors, adapter)
+        a, b = factors["A"].local(), factors["B"].local()
         return delta_like(self.get_base_layer().weight, (b @ a).mT * self.scaling[adapter])
 
     def _own_padding(self, num_rows: int, start: int) -> int | None:

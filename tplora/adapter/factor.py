@@ -1,4 +1,4 @@
-"""One LoRA factor on this rank: a DTensor parameter for the world, a plain leaf for the forward.
+"""One trained tensor of an adapter on this rank, such as A: a DTensor parameter and a plain leaf.
 
 The parameter has the full logical shape and a placement, so ``clip_grad_norm_``, optimizers,
 ``state_dict`` and PEFT's files are right without special cases. The leaf is a plain tensor that
@@ -18,14 +18,22 @@ from tplora.errors import ShardError
 from tplora.upstream import local_shard, placement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.plan.layer import LayerPlan
     from tplora.plan.style import FactorPlan
 
-__all__ = ["Factor", "delta_like", "factors_of", "factors_of_linears", "shard_full"]
+__all__ = [
+    "Factor",
+    "Factors",
+    "delta_like",
+    "factors_of",
+    "factors_of_linears",
+    "placed_like",
+    "shard_full",
+]
 
 
 def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.Tensor:
@@ -40,7 +48,11 @@ def shard_full(full: torch.Tensor, plan: FactorPlan, mesh: DeviceMesh) -> torch.
 
 def delta_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a delta weight, placed as W is, so that W can take it in."""
-    local = local.detach()
+    return placed_like(weight, local.detach())
+
+
+def placed_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that is placed as W is. Gradients flow to the piece."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(
@@ -54,20 +66,27 @@ def delta_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Factor:
-    """A or B of one adapter on one layer.
+    """A, B or another trained tensor of one adapter on one layer.
 
     Args:
         name: The parameter's name in the PEFT model.
         owner: The module or dict that holds the parameter, and the key it holds it under.
         plan: Full shape, cut, and whether the gradient is partial.
         mesh: The tp mesh, or None in one process, where the parameter is its own leaf.
+        is_cut: Whether the parameter is this rank's piece already, as what the base holds is.
 
     Raises:
-        ShardError: If the parameter that PEFT made does not have the plan's full shape.
+        ShardError: If the parameter does not have the plan's full shape, or its piece's.
     """
 
     def __init__(
-        self, name: str, owner: tuple[nn.Module, str], plan: FactorPlan, mesh: DeviceMesh | None
+        self,
+        name: str,
+        owner: tuple[nn.Module, str],
+        plan: FactorPlan,
+        mesh: DeviceMesh | None,
+        *,
+        is_cut: bool = False,
     ) -> None:
         self.name, self.plan, self.mesh = name, plan, mesh
         self._owner, self._key = owner
@@ -77,8 +96,10 @@ class Factor:
         self.is_reduced = False
         self.on_grad: Callable[[torch.Tensor], None] | None = None
         """Called with each gradient that reaches the leaf, before it is accumulated."""
+        self.other_names: tuple[str, ...] = ()
+        """Under which the same parameter stands as well, where modules are tied."""
         if mesh is not None:
-            self._shard(mesh)
+            self._adopt(mesh) if is_cut else self._shard(mesh)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -86,6 +107,11 @@ class Factor:
         parameter = self._owner._parameters[self._key]
         assert parameter is not None
         return parameter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the parameter; modules that are tied have one each."""
+        return (self.name, *self.other_names)
 
     @property
     def is_partial(self) -> bool:
@@ -104,6 +130,26 @@ class Factor:
             self._wrap_local(local, is_partial=False), requires_grad=full.requires_grad
         )
 
+    def _adopt(self, mesh: DeviceMesh) -> None:
+        held = self.parameter
+        local, planned = (
+            local_shard(held),
+            self.plan.shard_shape(mesh.get_local_rank(), mesh.size()),
+        )
+        if tuple(local.shape) != planned:
+            raise ShardError(
+                f"{self.name}: this rank holds {tuple(local.shape)}, the plan says {planned}; "
+                "attach to a model that was planned with the same config"
+            )
+        self._owner._parameters[self._key] = nn.Parameter(
+            self._wrap_local(local.detach(), is_partial=False), requires_grad=held.requires_grad
+        )
+
+    def share_with(self, module: nn.Module, leaf: str, name: str) -> None:
+        """Put the parameter on a module that is tied, where it is called ``name``."""
+        module._parameters[leaf] = self.parameter
+        self.other_names += (name,)
+
     def _wrap_local(self, local: torch.Tensor, *, is_partial: bool) -> DTensor:
         """``local`` as a DTensor of the full shape: the factor's placement, or a partial sum."""
         assert self.mesh is not None
@@ -116,7 +162,7 @@ class Factor:
             [placement],
             run_check=False,
             shape=torch.Size(self.plan.shape),
-            stride=(self.plan.shape[1], 1),
+            stride=_contiguous_stride(self.plan.shape),
         )
 
     def local(self) -> torch.Tensor:
@@ -178,10 +224,12 @@ class Factor:
         return self._wrap_local(piece, is_partial=False)
 
 
-def factors_of(
-    factors: Mapping[str, tuple[Factor, Factor]], adapter_name: str
-) -> tuple[Factor, Factor]:
-    """A and B of an adapter that PEFT has put on a layer.
+Factors = dict[str, Factor]
+"""What one adapter trains on one layer: "A", "B", and "magnitude" or "bias" where it has them."""
+
+
+def factors_of(factors: Mapping[str, Factors], adapter_name: str) -> Factors:
+    """The factors of an adapter that PEFT has put on a layer.
 
     Raises:
         ShardError: If PEFT made them behind our back; skipping them would train nothing.
@@ -194,17 +242,31 @@ def factors_of(
     return factors[adapter_name]
 
 
-def factors_of_linears(
-    layer: Any, adapter_name: str, prefix: str, plan: LayerPlan
-) -> tuple[Factor, Factor]:
-    """A and B that PEFT holds as the weights of two linears, ``lora_A`` and ``lora_B``."""
-    a, b = (
-        Factor(
-            f"{prefix}.{key}.{adapter_name}.weight",
-            (getattr(layer, key)[adapter_name], "weight"),
-            factor_plan,
-            layer.mesh,
-        )
-        for key, factor_plan in (("lora_A", plan.a), ("lora_B", plan.b))
-    )
-    return a, b
+def factors_of_linears(layer: Any, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
+    """A, B and B's bias, which PEFT holds in two linears, ``lora_A`` and ``lora_B``; the vectors.
+
+    A factor has the name of its parameter in PEFT's model.
+    """
+    places = {
+        "A": ("lora_A", "weight", plan.a),
+        "B": ("lora_B", "weight", plan.b),
+    }
+    extras = {
+        "bias": ("lora_B", "bias"),
+        "magnitude": ("lora_magnitude_vector", "weight"),
+        "diagonal": ("lora_diag", ""),
+    }
+    places |= {extra: (*extras[extra], factor_plan) for extra, factor_plan in plan.extras}
+    factors = {}
+    for what, (key, leaf, factor_plan) in places.items():
+        holder, name = getattr(layer, key), f"{prefix}.{key}.{adapter_name}"
+        owner = (holder[adapter_name], leaf) if leaf else (holder, adapter_name)
+        factors[what] = Factor(f"{name}.{leaf}".rstrip("."), owner, factor_plan, layer.mesh)
+    return factors
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

@@ -15,6 +15,7 @@ from torch import nn
 
 from tplora.adapter.dropout import ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
+from tplora.adapter.initial import check_preprocessed
 from tplora.adapter.linear import (
     ColumnParallelLoraLinear,
     ReplicatedLoraLinear,
@@ -61,22 +62,29 @@ def building_layers(
 ) -> Iterator[None]:
     """While open, PEFT builds our layers, sees no mesh, moves no name and draws from ``seed``."""
     plans = {layer.name: layer for layer in layers}
+    check_preprocessed(model, config, plans.values())
+    device = next(model.parameters()).device
 
     def build(target: nn.Module, adapter: str, *, target_name: str, **kw: Any) -> nn.Module:
         plan = plans[target_name]
         common = {"plan": plan, "mesh": mesh, **kw}
         if plan.kind == "embedding":
             return TploraEmbedding(target, adapter, **common)
-        layer = ParamWrapper if plan.kind == "parameter" else LINEAR_BY_CUT[plan.weight.shard_dim]
-        return layer(target, adapter, shared_input=shared_input, **common)
+        if plan.kind == "parameter":
+            return ParamWrapper(target, adapter, shared_input=shared_input, **common)
+        layer = LINEAR_BY_CUT[plan.weight.shard_dim]
+        # BD-LoRA chooses its factor by the name
+        return layer(target, adapter, shared_input=shared_input, target_name=target_name, **common)
 
     with (
         peft_without_tensor_parallelism(model),
         peft_without_moved_names(),
         register_lora_layers(config, {nn.Module: build}),
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
     ):
         torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":  # inits that compute from W draw where W is
+            torch.cuda.manual_seed(seed)
         yield
 
 
@@ -88,7 +96,7 @@ def cut_factors(
         name, module = _adapted_module(base, plan)
         if not isinstance(module, ParamWrapper):
             shard_dropout(module, adapter_name, plan)
-        yield from module.make_factors(adapter_name, f"base_model.model.{name}", plan)
+        yield from module.make_factors(adapter_name, f"base_model.model.{name}", plan).values()
 
 
 def _adapted_module(
@@ -110,9 +118,9 @@ def shard_dropout(
     """Swap PEFT's dropout for one whose masks do not depend on tp_size."""
     dropout = module.lora_dropout[adapter_name]
     if isinstance(dropout, nn.Dropout):
-        is_input_cut = plan.a.shard_dim is not None
+        is_input_cut = plan.weight.shard_dim == 1
         module.lora_dropout[adapter_name] = ShardedDropout(
             dropout.p,
-            in_features=plan.a.shape[1],
+            in_features=plan.weight.shape[1],
             mesh=module.mesh if is_input_cut else None,
         )

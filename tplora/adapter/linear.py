@@ -17,14 +17,20 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
-from tplora.adapter.factor import Factor, delta_like, factors_of, factors_of_linears
-from tplora.base.quantized_product import local_bias, multiply
+from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
+from tplora.adapter.initial import FromWholeWeight
+from tplora.adapter.local_module import local_tensor
+from tplora.adapter.merging import MergesLocally
+from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
+from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.errors import PlanError
 from tplora.upstream import local_shard, transform_output
 from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,7 +51,7 @@ _NO_MERGE = (
 )
 
 
-class TploraLinear(lora.Linear):  # type: ignore[misc]
+class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore[misc]
     """What the three parallel states share: full sizes, local factors, the delta.
 
     Args:
@@ -57,6 +63,9 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         kwargs: What PEFT passes to its own layer.
     """
 
+    adds_bias_after_sum = False
+    """Whether biases are added once the ranks' products are summed, not to each product."""
+
     def __init__(
         self,
         base_layer: nn.Module,
@@ -67,11 +76,10 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         shared_input: SharedInput,
         **kwargs: Any,
     ) -> None:
-        self.plan = plan  # before PEFT, which asks for the sizes
+        self.plan, self.mesh = plan, mesh  # before PEFT, which asks for the sizes
         super().__init__(base_layer, adapter_name, **kwargs)
-        self.mesh = mesh
         self.shared_input = shared_input
-        self.factors: dict[str, tuple[Factor, Factor]] = {}
+        self.factors: dict[str, Factors] = {}
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The full sizes: PEFT would take this rank's, and draw A for another fan-in."""
@@ -79,32 +87,78 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         return in_features, out_features
 
     @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LocalVariant] | None]:
+        """What PEFT builds for the fields of a config that change what an adapter computes."""
+        return LINEAR_VARIANTS
+
+    @property
     def group(self) -> ProcessGroup:
         """The tensor-parallel process group."""
         assert self.mesh is not None
         return self.mesh.get_group()
 
-    def make_factors(
-        self, adapter_name: str, prefix: str, plan: LayerPlan
-    ) -> tuple[Factor, Factor]:
-        """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
+    def make_factors(self, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
+        """Cut the factors, which PEFT has just drawn in full, to this rank's pieces."""
         self.factors[adapter_name] = factors_of_linears(self, adapter_name, prefix, plan)
         return self.factors[adapter_name]
 
-    def add_delta(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``result + sum over active adapters of scaling * dropout(x) A^T B^T``, in result's dtype.
+    def variant_of(self, name: str) -> LocalVariant | None:
+        """What an adapter computes if it is not plain LoRA."""
+        variant: LocalVariant | None = self.lora_variant.get(name)
+        return variant
 
-        x and result are this rank's pieces, in the state of the layer. No communication.
-        """
+    def applied_adapters(self) -> list[str]:
+        """The adapters that take part in a forward, in the order in which they do."""
         if self.disable_adapters or self.merged:
-            return result
+            return []
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+    def adapter_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """This rank's pieces of an adapter's factors, and what its variant makes of them."""
+        tensors = {what: factor.local() for what, factor in factors_of(self.factors, name).items()}
+        variant = self.variant_of(name)
+        return tensors if variant is None else tensors | variant.constants(self, name, tensors)
+
+    def apply_adapter(
+        self,
+        name: str,
+        result: torch.Tensor,
+        dropped: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        **context: Any,
+    ) -> torch.Tensor:
+        """``result + scaling * dropped A^T B^T`` (or its variant's formula) on this rank's pieces.
+
+        Args:
+            name: The adapter.
+            result: The base's product, and the adapters' before this one.
+            dropped: The input, after dropout.
+            tensors: What ``adapter_tensors`` gave.
+            context: ``bias``, which result holds already, and what the caller of forward gave.
+        """
+        variant = self.variant_of(name)
+        if variant is not None:
+            return variant.apply(self, name, result, dropped, tensors, **context)
+        bias = None if self.adds_bias_after_sum else tensors.get("bias")
+        down = F.linear(dropped, tensors["A"])
+        scaling: float = self.scaling[name]
+        return result + F.linear(down, tensors["B"], bias) * scaling
+
+    def drop(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The input of an adapter's A: in A's dtype, after the adapter's dropout."""
+        dtype = factors_of(self.factors, name)["A"].local().dtype
+        dropped: torch.Tensor = self.lora_dropout[name](self._cast_input_dtype(x, dtype))
+        return dropped
+
+    def add_delta(self, result: torch.Tensor, x: torch.Tensor, **context: Any) -> torch.Tensor:
+        """``result`` with the delta of every active adapter, in result's dtype.
+
+        x and result are this rank's pieces, in the state of the layer. Communication: a variant's.
+        """
         dtype = result.dtype
-        for name in self.active_adapters:
-            if name not in self.lora_A:
-                continue
-            a, b = (factor.local() for factor in factors_of(self.factors, name))
-            dropped = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
-            result = result + F.linear(F.linear(dropped, a), b) * self.scaling[name]
+        for name in self.applied_adapters():
+            tensors = self.adapter_tensors(name)
+            result = self.apply_adapter(name, result, self.drop(name, x), tensors, **context)
         return result.to(dtype)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
@@ -115,22 +169,35 @@ class TploraLinear(lora.Linear):  # type: ignore[misc]
         """
         if is_quantized_linear(self.get_base_layer()):
             raise PlanError([_NO_MERGE])
-        a, b = (factor.local() for factor in factors_of(self.factors, adapter))
+        factors = factors_of(self.factors, adapter)
+        a, b = factors["A"].local(), factors["B"].local()
         return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])
 
-    def base_product(self, x: torch.Tensor, *, adds_bias: bool = True) -> torch.Tensor:
-        """This rank's ``x W^T``, and the bias where it is not added later. No communication."""
+    def base_product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's ``x W^T + bias``; a quantised W is unpacked for it. No communication."""
         base = self.get_base_layer()
         if is_quantized_linear(base):
-            return multiply(base, x, local_bias(base) if adds_bias else None)
-        weight, bias = self.base_shards()
-        return F.linear(x, weight, bias if adds_bias else None)
+            return multiply(base, x, bias)
+        return F.linear(x, weight, bias)
 
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's pieces of W and of the bias; W is not quantised."""
+        """This rank's pieces of W, packed where it is quantised, and of the bias.
+
+        The bias may be trained.
+        """
         base = self.get_base_layer()
-        assert not is_quantized_linear(base), "the plan refuses what reads a quantised W"
-        return local_shard(base.weight), None if base.bias is None else local_shard(base.bias)
+        return local_shard(base.weight), local_tensor(base, "bias")
+
+    def added_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The base's bias and those of the adapters' B, where they are added after the sum."""
+        for name in self.applied_adapters():
+            tensors = {what: factor.local() for what, factor in self.factors[name].items()}
+            if "bias" in tensors:
+                own = tensors["bias"] * self.scaling[name]
+                bias = own if bias is None else bias + own
+        return bias
 
     def extra_repr(self) -> str:
         """The full sizes and the cut, for ``print(model)``."""
@@ -156,11 +223,13 @@ class ReplicatedLoraLinear(TploraLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base's own forward plus the delta, then what the style does to an output."""
+        context = take_context(kwargs)
+        weight, bias = self.base_shards()
         if not self.plan.transforms_output:
-            return self.add_delta(self.base_layer(x, *args, **kwargs), x)
+            return self.add_delta(self.base_layer(x, *args, **kwargs), x, bias=bias, **context)
         assert self.mesh is not None
         assert self.plan.style is not None
-        y = self.add_delta(self.base_product(x), x)
+        y = self.add_delta(self.base_product(x, weight, bias), x, bias=bias, **context)
         return transform_output(self.plan.style, self.get_base_layer(), y, self.mesh)
 
 
@@ -189,7 +258,9 @@ class ColumnParallelLoraLinear(TploraLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Base and adapter on this rank's output features."""
         x = self.shared_input(x)
-        y = self.add_delta(self.base_product(x), x)
+        weight, bias = self.base_shards()
+        y = self.base_product(x, weight, bias)
+        y = self.add_delta(y, x, bias=bias, **take_context(kwargs))
         if self.plan.gathers_output:
             return gather_last_dim(y, self.plan.weight.shape[0], self.group)
         return y
@@ -217,10 +288,13 @@ class RowParallelLoraLinear(TploraLinear):
     Source: Shoeybi et al. 2019, section 3 (g); Hu et al. 2021, equation 3.
     """
 
+    adds_bias_after_sum = True
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Base and adapter on this rank's input features, summed over ranks."""
         if self.plan.splits_input:
             x = split_last_dim(x, self.group)
-        y = reduce_partial(self.add_delta(self.base_product(x, adds_bias=False), x), self.group)
-        bias = local_bias(self.get_base_layer())
-        return y if bias is None else y + bias.to(y.dtype)
+        weight, bias = self.base_shards()
+        y = self.add_delta(self.base_product(x, weight, None), x, **take_context(kwargs))
+        y, bias = reduce_partial(y, self.group), self.added_bias(bias)
+        return y if bias is None else (y + bias).to(y.dtype)

@@ -6,35 +6,50 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import PeftModelForCausalLM
+from peft import (
+    PeftModel,
+    PeftModelForCausalLM,
+    PeftModelForSequenceClassification,
+    TaskType,
+)
 
 from tplora.adapter.card import card_text
-from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.combine import combined_config, fill_combined
+from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
+from tplora.adapter.tokens import TploraTokens
+from tplora.adapter.trained import building_trained, conflicts, cut_trained
+from tplora.adapter.variants.singular import SingularValues
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
+from tplora.plan.beside import plan_beside
 from tplora.plan.build import Plan, plan_layers
+from tplora.plan.initial import alone_problem, changes_base
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import auto_class, tp_mesh
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from tplora.adapter.factor import Factor
     from tplora.plan.facts import ModelFacts
     from tplora.plan.layer import LayerPlan
+    from tplora.plan.trained import TrainedPlan
 
-__all__ = ["TploraModel"]
+__all__ = ["TploraModel", "model_class"]
 
 
-class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
-    """PEFT's model for causal language modelling, with factors cut like their layers.
+class TploraModel(PeftModel):  # type: ignore[misc]
+    """PEFT's model with factors cut like their layers.
 
-    Everything PEFT's users know works on it. Build it with ``attach_adapter``.
+    Everything PEFT's users know works on it. Build it with ``attach_adapter``, which takes the
+    class of the config's task.
 
     Args:
         model: A base loaded with ``load_base``; edited in place.
@@ -62,19 +77,31 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         shared_input = SharedInput(None if mesh is None else mesh.get_group())
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
-        with building_layers(model, config, plan.layers, mesh, shared_input, seed):
+        with (
+            building_layers(model, config, plan.layers, mesh, shared_input, seed),
+            building_trained(model, plan.trained, mesh, shared_input),
+        ):
             super().__init__(model, config, **kwargs)
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
         self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
         self._shared_input = shared_input
-        self._take_factors("default", plan.layers)
+        self._beside: dict[str, dict[str, Factor]] = {}
+        self._take_factors("default", plan.layers, plan.trained)
         self._watch_root(ForwardSeed(seed, data_rank))
 
-    def _take_factors(self, adapter_name: str, layers: tuple[LayerPlan, ...]) -> None:
+    def _take_factors(
+        self, adapter_name: str, layers: tuple[LayerPlan, ...], trained: tuple[TrainedPlan, ...]
+    ) -> None:
         """Cut what PEFT has just built, and reduce its gradients from now on."""
-        for factor in cut_factors(self.get_base_model(), adapter_name, layers):
+        base = self.get_base_model()
+        beside = list(cut_trained(base, adapter_name, trained, self.mesh, self._shared_input))
+        self._beside[adapter_name] = {factor.name: factor for factor in beside}
+        if self.peft_config[adapter_name].inference_mode:
+            for factor in beside:  # PEFT marks biases all the same
+                factor.parameter.requires_grad_(False)
+        for factor in (*cut_factors(base, adapter_name, layers), *beside):
             if self.sync is not None:
                 self.sync.add(factor)
 
@@ -86,39 +113,76 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
         Raises:
             PlanError: A target that cannot be exact, by name.
         """
+        problem = alone_problem(peft_config, self.peft_config.values())
+        if problem:
+            raise PlanError([problem])
         base, facts = self.get_base_model(), self.plan.facts
         targets = _without_adapter_parts(match_targets(base, peft_config, facts), facts)
         layers = plan_layers(facts, peft_config, targets, tp_size=self.plan.tp_size, problems=[])
+        trained, problems = plan_beside(facts, peft_config, layers, tp_size=self.plan.tp_size)
+        if peft_config.bias != "none":
+            problems.append(
+                f"lora.bias = {peft_config.bias!r}: peft never trains the biases of an adapter "
+                "that is added to a model; attach it as the first one"
+            )
+        problems += conflicts(base, layers, trained)
+        if problems:
+            raise PlanError(problems)
+        peft_config = with_layers_named(peft_config, layers)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)
         config = attach_config(peft_config, layers)
-        with building_layers(base, config, layers, self.mesh, self._shared_input, seed):
+        with (
+            building_layers(base, config, layers, self.mesh, self._shared_input, seed),
+            building_trained(base, trained, self.mesh, self._shared_input),
+        ):
             super().add_adapter(adapter_name, config, **kwargs)
         self.peft_config[adapter_name] = in_file
-        self._take_factors(adapter_name, layers)
+        self._take_factors(adapter_name, layers, trained)
 
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: PEFT would combine this rank's pieces with full tensors.
+    def add_weighted_adapter(
+        self, adapters: list[str], weights: list[float], adapter_name: str, **settings: Any
+    ) -> None:
+        """PEFT's ``add_weighted_adapter``, on full factors; the new adapter is cut like its layers.
+
+        Collective: every rank calls it.
+
+        Args:
+            adapters: The adapters to combine; plain LoRA on modules.
+            weights: One for each.
+            adapter_name: What the new one is called.
+            settings: PEFT's, such as ``combination_type``; as there, "svd" when left out.
 
         Raises:
-            PlanError: Always.
+            PlanError: If they cannot be combined.
         """
-        raise PlanError(
-            [
-                "add_weighted_adapter: cannot be done on factors that are cut; save the adapters, "
-                "combine them with plain PEFT in one process, and load_adapter the result"
-            ]
-        )
+        settings |= {"weights": weights}
+        config, whole = combined_config(self, adapters, adapter_name, settings)
+        self.add_adapter(adapter_name, config)
+        fill_combined(self, adapter_name, whole)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used."""
+        """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used.
+
+        Raises:
+            PlanError: If the base would stay as the adapter's init or its biases have changed it.
+        """
+        config = self.peft_config[adapter_name]
+        if changes_base(config) or config.bias != "none":
+            raise PlanError(
+                [
+                    f"delete_adapter: {adapter_name!r} has changed the base's weights, which would "
+                    "stay so; save it, and load the base anew"
+                ]
+            )
         names = list(self.factors(adapter_name))
         super().delete_adapter(adapter_name)
         if self.sync is not None:
             self.sync.remove(names)
         for module in self.modules():
-            if isinstance(module, ADAPTED):
+            if isinstance(module, (*ADAPTED, TploraTokens)):
                 module.factors.pop(adapter_name, None)
+        self._beside.pop(adapter_name, None)
 
     def _watch_root(self, forward_seed: ForwardSeed) -> None:
         """Hook the PEFT wrapper and the base: callers may enter through either."""
@@ -135,9 +199,21 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             factor.name: factor
             for module in self.modules()
             if isinstance(module, ADAPTED)
-            for factor in module.factors.get(adapter_name, ())
+            for factor in module.factors.get(adapter_name, {}).values()
         }
-        return dict(sorted(found.items()))
+        return dict(sorted((found | self._beside.get(adapter_name, {})).items()))
+
+    def _get_kasa_loss(self, adapter_names: str | Sequence[str] | None = None) -> Any:
+        """PEFT's: what KaSA adds to the loss, on cut factors. Collective where one is cut."""
+        names = self.active_adapters if adapter_names is None else adapter_names
+        total: Any = 0.0
+        for name in [names] if isinstance(names, str) else names:
+            config = self.peft_config[name].kasa_config
+            for module in self.modules():
+                variant = getattr(module, "lora_variant", {}).get(name)
+                if isinstance(variant, SingularValues):
+                    total = total + variant.regularization(module, name, config.beta, config.gamma)
+        return total
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
@@ -165,6 +241,23 @@ class TploraModel(PeftModelForCausalLM):  # type: ignore[misc]
             adapter_names=selected_adapters,
             is_writer=is_main_process,
         )
+
+
+class TploraModelForCausalLM(TploraModel, PeftModelForCausalLM):  # type: ignore[misc]
+    """For causal language modelling."""
+
+
+class TploraModelForClassification(
+    TploraModel,
+    PeftModelForSequenceClassification,  # type: ignore[misc]
+):
+    """For classification of sequences; the score head is trained whole, as PEFT does."""
+
+
+def model_class(config: LoraConfig) -> type[TploraModel]:
+    """The class of PEFT for a config's task, of those that a plan takes."""
+    is_classifier = config.task_type == TaskType.SEQ_CLS
+    return TploraModelForClassification if is_classifier else TploraModelForCausalLM
 
 
 def _without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:

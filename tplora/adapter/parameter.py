@@ -13,8 +13,9 @@ from peft.tuners import lora
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tplora.adapter.factor import Factor, delta_like, factors_of, factors_of_linears
+from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
 from tplora.adapter.low_rank import LowRankSum
+from tplora.adapter.merging import MergesLocally
 from tplora.collectives import gather_last_dim
 from tplora.upstream import local_shard, own_forward
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ParamWrapper"]
 
 
-class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
+class ParamWrapper(MergesLocally, lora.ParamWrapper):  # type: ignore[misc]
     """A module one of whose parameters, W, is adapted: ``W + delta weight`` while it runs.
 
         W_e + scaling * B_e A_e        for experts [E, O, I], and for a single matrix [O, I]
@@ -71,11 +72,9 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
     ) -> None:
         super().__init__(base_layer, adapter_name, **kwargs)
         self.plan, self.mesh, self.shared_input = plan, mesh, shared_input
-        self.factors: dict[str, tuple[Factor, Factor]] = {}
+        self.factors: dict[str, Factors] = {}
 
-    def make_factors(
-        self, adapter_name: str, prefix: str, plan: LayerPlan
-    ) -> tuple[Factor, Factor]:
+    def make_factors(self, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
         """Cut A and B, which PEFT has just drawn in full, to this rank's pieces."""
         self.factors[adapter_name] = factors_of_linears(self, adapter_name, prefix, plan)
         return self.factors[adapter_name]
@@ -124,7 +123,8 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
 
     def _left_right(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """L and R of one adapter's delta, ``[E, rows of W, R]`` and ``[E, R, columns of W]``."""
-        a, b = (factor.local() for factor in factors_of(self.factors, name))
+        factors = factors_of(self.factors, name)
+        a, b = factors["A"].local(), factors["B"].local()
         if self._param_ndim == 3:
             num_experts, r = self.num_experts, a.shape[0] // self.num_experts
             a = a.reshape(num_experts, r, a.shape[1])  # sizes in full: a piece may be empty
@@ -133,6 +133,11 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         left, right = (a.mT, b.mT) if is_in_first else (b, a)
         left, right = left.to(dtype), (right * self.scaling[name]).to(dtype)
         return left.contiguous(), right.contiguous()
+
+    def merge_target(self) -> torch.Tensor:
+        """The parameter that takes the delta in."""
+        parameter: torch.Tensor = self.get_param()
+        return parameter
 
     def get_delta_weight(self, adapter_name: str, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """The delta weight in W's placement, for merging. No communication."""

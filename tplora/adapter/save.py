@@ -15,8 +15,9 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.errors import ArtifactError
-from tplora.upstream.peft_keys import peft_file_keys
+from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Te
         full = factor.full()
         if is_writer:
             gathered[name] = full.to("cpu", copy=True).contiguous()
+            gathered |= dict.fromkeys(factor.other_names, gathered[name])
     return gathered
 
 
@@ -49,9 +51,13 @@ def save_adapter(
     folder: str | Path,
     *,
     adapter_names: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
     is_writer: bool = True,
 ) -> None:
     """Write a normal PEFT adapter folder: full shapes, ``adapter_config.json``, model card.
+
+    It is for the base as it was loaded. An adapter whose init changed the base (PiSSA and the like)
+    becomes plain LoRA of twice the rank for that.
 
     Collective: every rank calls it with the same folder; the first rank of the world writes. Files
     are written aside and renamed into place, the weights before the config that makes the folder
@@ -61,6 +67,7 @@ def save_adapter(
         model: The model whose factors are saved.
         folder: Where to; made if it is not there, added to if it is.
         adapter_names: Which adapters; all of them when left out.
+        dtype: What the factors are rounded to; written as they were trained when left out.
         is_writer: False keeps this rank from writing even if it is the first.
 
     Raises:
@@ -69,6 +76,8 @@ def save_adapter(
     """
     is_writer = is_writer and (not dist.is_initialized() or dist.get_rank() == 0)
     factors = gather_factors(model, is_writer=is_writer)
+    if dtype is not None:
+        factors = {name: factor.to(dtype) for name, factor in factors.items()}
     problem = ""
     if is_writer:
         try:
@@ -84,21 +93,36 @@ def write_adapter(
     factors: dict[str, torch.Tensor],
     *,
     adapter_names: Sequence[str] | None = None,
+    as_trained: bool = False,
 ) -> None:
     """The writer's part of ``save_adapter``, over what ``gather_factors`` gave it.
+
+    Args:
+        model: The model whose factors these are.
+        folder: Where to.
+        factors: Every full factor.
+        adapter_names: Which adapters; all of them when left out.
+        as_trained: Write the factors that an optimizer's state belongs to, also where they are for
+            a base that their init has changed; see ``original.py``.
 
     Raises:
         ArtifactError: If a factor is not finite or not whole; then nothing is written.
     """
     _check_factors(model, factors)
-    _write(model, Path(folder), factors, adapter_names)
+    if as_trained:
+        _write(model, Path(folder), factors, adapter_names)
+        write_probes(model, Path(folder))
+        return
+    with for_loaded_base(model, factors) as widened:
+        _write(model, Path(folder), widened, adapter_names)
 
 
 def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
     shapes = {
         name: factor.plan.shape
         for adapter in model.peft_config
-        for name, factor in model.factors(adapter).items()
+        for factor in model.factors(adapter).values()
+        for name in factor.names
     }
     for name, tensor in factors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.numel() == 0:
@@ -144,7 +168,8 @@ def _write(
 
 def _rename_for_peft(model: TploraModel, adapter: str, path: Path) -> None:
     """Put each factor under the name from which plain PEFT will read it back."""
-    keys = [name.replace(f".{adapter}", "") for name in model.factors(adapter)]
+    factors = model.factors(adapter).values()
+    keys = [adapter_file_key(name, adapter) for factor in factors for name in factor.names]
     found = peft_file_keys(model.get_base_model(), model.peft_config[adapter], keys)
     new_names = {key: name for key, name in found.items() if name not in (None, key)}
     if new_names:

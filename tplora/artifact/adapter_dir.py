@@ -15,20 +15,24 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
+from tplora.artifact.tensor_file import DTYPES
 from tplora.errors import ArtifactError
 
 __all__ = ["ADAPTER_PREFIX", "AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
 
 ADAPTER_PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# suffix of a key on disk -> which factor it is, and of what
+# suffix of a key on disk -> which factor it is
 _FACTORS = {
-    ".lora_A.weight": ("A", False),
-    ".lora_B.weight": ("B", False),
-    ".lora_embedding_A": ("A", True),
-    ".lora_embedding_B": ("B", True),
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "A",
+    ".lora_embedding_B": "B",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_B.bias": "bias",
 }
 _SAVED_BASE = ".base_layer.weight"
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,10 @@ class FactorPair:
     """Of the full weight that the pair belongs to, as the base stores it."""
     num_matrices: int
     """How many pairs are stacked in this one: the experts of a module, or 1."""
+    magnitude: str | None = None
+    """Key of DoRA's vector, shape [out]."""
+    bias: str | None = None
+    """Key of the bias of B, shape [out]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +68,30 @@ class AdapterFiles:
     pairs: tuple[FactorPair, ...]
     saved_bases: Mapping[str, str]
     """Module to key of a copy of its base weight; PEFT adds it for adapted embeddings and heads."""
-    others: tuple[str, ...]
-    """Keys that are neither a factor of LoRA nor such a copy."""
+    trained_tokens: Mapping[str, str]
+    """Module to key of the rows of the tokens that were trained, as whole rows."""
+    others: Mapping[str, str]
+    """Parameter of the base, by its own name, to key of what takes its place."""
+
+    @property
+    def num_tokens(self) -> int:
+        """As many rows as embedding and head need for the adapter's tokens; 0 if none is named."""
+        asked = self.config.trainable_token_indices or []
+        lists = asked.values() if isinstance(asked, dict) else [asked]
+        rows = [token + 1 for tokens in lists for token in tokens]
+        rows += [
+            self.shapes[key][0]
+            for name, key in self.others.items()
+            if name.endswith(".weight") and not any(part.isdigit() for part in name.split("."))
+        ]
+        return max(rows, default=0)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """What the factors are written in."""
+        with safe_open(self.folder / _WEIGHTS, framework="pt") as file:
+            names = {file.get_slice(key).get_dtype() for key in self.shapes}
+        return {DTYPES[name] for name in names if name in DTYPES}
 
     def tensor(self, key: str) -> torch.Tensor:
         """Read one tensor."""
@@ -79,7 +109,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """
     config = _read_config(folder)
     shapes = _read_shapes(folder)
-    factors, saved_bases, others = _sort_keys(shapes)
+    keys = _sort_keys(shapes)
     for key, shape in shapes.items():
         if math.prod(shape) == 0:
             raise ArtifactError(
@@ -90,12 +120,14 @@ def read_adapter(folder: Path) -> AdapterFiles:
         config=config,
         shapes=shapes,
         pairs=tuple(
-            _pair(folder, config, shapes, module, found) for module, found in factors.items()
+            _pair(folder, config, shapes, module, found) for module, found in keys.factors.items()
         ),
-        saved_bases=saved_bases,
-        others=others,
+        saved_bases=keys.saved_bases,
+        trained_tokens=keys.trained_tokens,
+        others=keys.others,
     )
-    if not adapter.pairs:
+    is_known = any(name != key for name, key in adapter.others.items())
+    if not (adapter.pairs or adapter.trained_tokens or is_known):
         raise ArtifactError(f"{folder / _WEIGHTS}: holds no LoRA factor; save the adapter again")
     _check_finite(adapter)
     return adapter
@@ -181,25 +213,32 @@ def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from error
 
 
-def _sort_keys(
-    keys: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, dict[str, str]], dict[str, str], tuple[str, ...]]:
-    """Factors as module -> "A" or "B" -> key; copies of base weights as module -> key; the rest."""
-    factors: dict[str, dict[str, str]] = {}
-    saved_bases: dict[str, str] = {}
-    others = []
-    for key in keys:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    factors: dict[str, dict[str, str]]
+    """Module to what a factor is, such as "A", to key."""
+    saved_bases: dict[str, str]
+    trained_tokens: dict[str, str]
+    others: dict[str, str]
+
+
+def _sort_keys(shapes: Mapping[str, tuple[int, ...]]) -> _Keys:
+    keys = _Keys(factors={}, saved_bases={}, trained_tokens={}, others={})
+    for key in shapes:
         name = key.removeprefix(ADAPTER_PREFIX)
         suffix = next((end for end in _FACTORS if name.endswith(end)), None)
         if name == key:
-            others.append(key)
+            keys.others[key] = key
         elif suffix is not None:
-            factors.setdefault(name.removesuffix(suffix), {})[_FACTORS[suffix][0]] = key
+            module = name.removesuffix(suffix)
+            keys.factors.setdefault(module, {})[_FACTORS[suffix]] = key
         elif name.endswith(_SAVED_BASE):
-            saved_bases[name.removesuffix(_SAVED_BASE)] = key
+            keys.saved_bases[name.removesuffix(_SAVED_BASE)] = key
+        elif name.endswith(_TOKENS):
+            keys.trained_tokens[name.removesuffix(_TOKENS)] = key
         else:
-            others.append(key)
-    return factors, saved_bases, tuple(others)
+            keys.others[name.replace(".base_layer.", ".")] = key
+    return keys
 
 
 def _pair(
@@ -213,7 +252,8 @@ def _pair(
     for factor, partner in (("A", "B"), ("B", "A")):
         if factor not in found:
             raise ArtifactError(
-                f"{path}: {found[partner]} has no lora_{factor} beside it; save the adapter again"
+                f"{path}: {_first(found, partner)} has no lora_{factor} beside it; save the "
+                "adapter again"
             )
     a, b = found["A"], found["B"]
     r = _by_pattern(config.rank_pattern, module, config.r)
@@ -221,14 +261,15 @@ def _pair(
     num_matrices = 1
     if config.target_parameters and len(shapes[a]) == 2 and shapes[a][0] % r == 0:
         num_matrices = max(1, shapes[a][0] // r)  # PEFT stacks the factors of a module's experts
+    whole = _without_blocks(config, module, {key: shapes[key] for key in (a, b)}, a, b)
     for key, dim in ((a, 0), (b, 1)):
-        if len(shapes[key]) != 2 or shapes[key][dim] != r * num_matrices:
+        if len(shapes[key]) != 2 or whole[key][dim] != r * num_matrices:
             raise ArtifactError(
                 f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
                 f"{_CONFIG}; a shard or another run's tensor was saved, save the adapter again"
             )
     is_embedding = a.endswith(".lora_embedding_A")
-    out_features, in_features = shapes[b][0], shapes[a][1]
+    out_features, in_features = whole[b][0], whole[a][1]
     return FactorPair(
         module=module,
         a=a,
@@ -237,7 +278,27 @@ def _pair(
         scaling=alpha / math.sqrt(r) if config.use_rslora else alpha / r,
         weight_shape=(in_features, out_features) if is_embedding else (out_features, in_features),
         num_matrices=num_matrices,
+        magnitude=found.get("magnitude"),
+        bias=found.get("bias"),
     )
+
+
+def _first(found: Mapping[str, str], usual: str) -> str:
+    return found.get(usual) or next(iter(found.values()))
+
+
+def _without_blocks(
+    config: LoraConfig, module: str, shapes: dict[str, tuple[int, ...]], a: str, b: str
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of A and B with BD-LoRA's zeros in them; PEFT chooses by a part of the name."""
+    blocks = config.use_bdlora
+    if not blocks or any(len(shape) != 2 for shape in shapes.values()):
+        return shapes
+    for key, patterns in ((a, blocks.target_modules_bd_a), (b, blocks.target_modules_bd_b)):
+        if any(pattern in module for pattern in patterns or ()):
+            rows, columns = shapes[key]
+            return shapes | {key: (rows, columns * blocks.nblocks)}
+    return shapes
 
 
 def _by_pattern(pattern: Mapping[str, int], module: str, usual: int) -> int:

@@ -10,19 +10,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tplora.artifact.adapter_dir import AdapterFiles, read_adapter
-from tplora.artifact.checkpoint import Checkpoint, find_base_folder, read_checkpoint
-from tplora.artifact.delta import (
-    Delta,
+from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.change import (
     MergedTensor,
-    add_delta,
-    check_added,
+    apply_change,
+    check_applied,
     copy_tensor,
     sum_dtype,
 )
+from tplora.artifact.checkpoint import Checkpoint, find_base_folder, read_checkpoint
 from tplora.artifact.merge_plan import MergeJob, MergePlan, plan_merge
-from tplora.artifact.side_files import copy_side_files, untie_in_config, write_index
-from tplora.artifact.tensor_file import Place, create_file, read_places
+from tplora.artifact.side_files import (
+    copy_side_files,
+    grow_in_config,
+    untie_in_config,
+    write_index,
+)
+from tplora.artifact.tensor_file import Place, copy_file, create_file, read_places
 from tplora.errors import ArtifactError
 from tplora.files import written_aside
 
@@ -87,7 +91,9 @@ def merge_adapter(
         places = _copy_weights(checkpoint, plan, aside, progress)
         if plan.is_untied:
             untie_in_config(aside)
-        tensors = _merge_jobs(adapter, checkpoint, plan, places, aside, progress)
+        if plan.vocab_size is not None:
+            grow_in_config(aside, plan.vocab_size)
+        tensors = _merge_jobs(checkpoint, plan, places, progress)
     return MergeReport(folder=out, tensors=tensors, is_untied=plan.is_untied)
 
 
@@ -105,14 +111,19 @@ def _copy_weights(
 ) -> Mapping[str, tuple[Path, Place]]:
     """Copy the base's weight files, add one per new tensor; where each tensor of the result is."""
     places: dict[str, tuple[Path, Place]] = {}
+    held: dict[str, set[str]] = {file: set() for file in plan.file_names}
+    for name, (file, _) in checkpoint.tensors.items():
+        held[file].add(name)
     for file, copy in plan.file_names.items():
         progress(f"copying {file}")
-        shutil.copyfile(checkpoint.folder / file, aside / copy)
+        grown = {name: rows for name, rows in plan.grown.items() if name in held[file]}
+        copy_file(checkpoint.folder / file, aside / copy, grown)
         found = read_places(aside / copy)
         places.update({name: (aside / copy, place) for name, place in found.items()})
     for name, file in plan.new_files.items():
         like = checkpoint.tensors[plan.sources[name]][1]
-        places[name] = (aside / file, create_file(aside / file, name, like))
+        num_rows = plan.grown.get(name, like.shape[0])
+        places[name] = (aside / file, create_file(aside / file, name, like.with_rows(num_rows)))
     if plan.new_files or checkpoint.index is not None:
         write_index(
             aside, {name: place[0].name for name, place in places.items()}, checkpoint.index
@@ -121,32 +132,30 @@ def _copy_weights(
 
 
 def _merge_jobs(
-    adapter: AdapterFiles,
     checkpoint: Checkpoint,
     plan: MergePlan,
     places: Mapping[str, tuple[Path, Place]],
-    aside: Path,
     progress: Callable[[str], None],
 ) -> tuple[MergedTensor, ...]:
     progress(f"merging {len(plan.jobs)} tensors")
-    merged = (_merge_job(adapter, checkpoint, job, places[job.name]) for job in plan.jobs)
+    merged = (_merge_job(checkpoint, job, places[job.name]) for job in plan.jobs)
     return tuple(tensor for tensor in merged if tensor is not None)
 
 
 def _merge_job(
-    adapter: AdapterFiles, checkpoint: Checkpoint, job: MergeJob, target: tuple[Path, Place]
+    checkpoint: Checkpoint, job: MergeJob, target: tuple[Path, Place]
 ) -> MergedTensor | None:
     """Write one tensor, then open the file again and check it."""
     file, base = checkpoint.tensors[job.source]
     path, place = target
     with ExitStack() as stack:
         source = stack.enter_context((checkpoint.folder / file).open("rb"))
-        if job.pair is None:
+        if job.read is None:
             copy_tensor(source, base, stack.enter_context(path.open("r+b")), place)
             return None
-        delta = Delta.read(adapter, job.pair, sum_dtype(base))
+        change = job.read(sum_dtype(base))
         with path.open("r+b") as stream:
-            add_delta(delta, job.name, source, base, stream, place)
-        return check_added(
-            delta, job.name, source, base, stack.enter_context(path.open("rb")), place
+            apply_change(change, job.name, source, base, stream, place)
+        return check_applied(
+            change, job.name, source, base, stack.enter_context(path.open("rb")), place
         )

@@ -1,11 +1,13 @@
 """What a merge will write, decided from names and shapes before a byte is copied."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from tplora.artifact.adapter_dir import AdapterFiles, FactorPair, check_fits_base
+from tplora.artifact.adapter_dir import AdapterFiles, check_fits_base
+from tplora.artifact.change import AddedBias, Change, Delta, Replaced, ReplacedRows
 from tplora.artifact.checkpoint import SINGLE, Checkpoint, TiedPair, find_tied_pair
 from tplora.artifact.mergeable import check_mergeable, name_mismatch
 from tplora.artifact.tensor_file import read_rows, row_chunks
@@ -21,8 +23,10 @@ class MergeJob:
     name: str
     source: str
     """Its name in the base; another one where a tied weight becomes two."""
-    pair: FactorPair | None
-    """None for the untouched half of a tied weight."""
+    read: Callable[[torch.dtype], Change] | None
+    """Reads what changes it; None for the untouched half of a tied weight."""
+    num_rows: int
+    """Of the result; more than the base's where tokens were added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,13 @@ class MergePlan:
     """Weight file of the base to its name in the result; the same but for a single file untied."""
     new_files: Mapping[str, str]
     """Tensor that the base does not hold to the file made for it."""
+    grown: Mapping[str, int]
+    """Tensor of the result to its rows, where they are more than the base's."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the result, if tokens were added."""
+        return max(self.grown.values(), default=None)
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -44,46 +55,138 @@ class MergePlan:
 
 
 def plan_merge(adapter: AdapterFiles, checkpoint: Checkpoint) -> MergePlan:
-    """Match every tensor of the adapter with a weight of the base.
+    """Match every tensor of the adapter with a tensor of the base.
 
     Raises:
-        ArtifactError: If one does not fit, is not plain LoRA, or the weight is not a plain float.
+        ArtifactError: If one does not fit, cannot be merged, or the base's is not a plain float.
     """
     check_mergeable(adapter)
-    tied = _find_touched_tie(adapter, checkpoint)
+    changes = _without_tied_copies(adapter, checkpoint, _changes(adapter))
+    tied = _find_touched_tie(adapter, checkpoint, changes)
     aliases = _aliases(checkpoint, tied)
-    _check_weights(adapter, checkpoint, aliases)
+    _check_tensors(adapter, checkpoint, aliases, changes)
     _check_saved_bases(adapter, checkpoint, aliases)
     jobs = [
-        MergeJob(name=name, source=aliases.get(name, name), pair=pair)
-        for pair in adapter.pairs
-        for name in (f"{pair.module}.weight",)
+        MergeJob(
+            name=name,
+            source=aliases.get(name, name),
+            read=change.read,
+            num_rows=max(change.num_rows, checkpoint.tensors[aliases.get(name, name)][1].shape[0]),
+        )
+        for name, change in changes.items()
     ]
-    adapted = {job.name for job in jobs}
     jobs += [
-        MergeJob(name=name, source=source, pair=None)
+        MergeJob(
+            name=name, source=source, read=None, num_rows=checkpoint.tensors[source][1].shape[0]
+        )
         for name, source in aliases.items()
-        if name not in adapted
+        if name not in changes
     ]
     file_names, new_files = _name_files(checkpoint, aliases)
+    grown = {
+        job.name: job.num_rows
+        for job in jobs
+        if job.num_rows > checkpoint.tensors[job.source][1].shape[0]
+    }
     return MergePlan(
-        jobs=tuple(jobs), is_untied=tied is not None, file_names=file_names, new_files=new_files
+        jobs=tuple(jobs),
+        is_untied=tied is not None,
+        file_names=file_names,
+        new_files=new_files,
+        grown=grown,
     )
 
 
-def _find_touched_tie(adapter: AdapterFiles, checkpoint: Checkpoint) -> TiedPair | None:
-    """Embedding and head if they are one weight and the adapter changes one of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What changes one tensor of the base."""
 
-    Building the model to ask is spared where all adapted modules are in numbered layers: neither
-    embedding nor head ever is.
+    key: str
+    """Of the adapter's file; for messages."""
+    read: Callable[[torch.dtype], Change]
+    shape: tuple[int, ...] | None
+    """That the base's tensor has to have; None where its rows alone are looked at."""
+    num_rows: int = 0
+    """Of the result, where the adapter says so."""
+
+
+def _changes(adapter: AdapterFiles) -> dict[str, _Planned]:
+    """Every tensor of the base that the adapter changes, by its name."""
+    found: dict[str, _Planned] = {}
+    for pair in adapter.pairs:
+        found[f"{pair.module}.weight"] = _Planned(
+            key=pair.a, read=partial(Delta.read, adapter, pair), shape=pair.weight_shape
+        )
+        if pair.bias is not None:
+            found[f"{pair.module}.bias"] = _Planned(
+                key=pair.bias,
+                read=partial(AddedBias.read, adapter, pair),
+                shape=adapter.shapes[pair.bias],
+            )
+    for module, key in adapter.trained_tokens.items():
+        indices = _token_indices(adapter, module, key)
+        found[f"{module}.weight"] = _Planned(
+            key=key,
+            read=partial(ReplacedRows.read, adapter, key, indices),
+            shape=None,
+            num_rows=max(indices) + 1,
+        )
+    for name, key in adapter.others.items():
+        shape = adapter.shapes[key]
+        found[name] = _Planned(
+            key=key, read=partial(Replaced.read, adapter, key), shape=shape, num_rows=shape[0]
+        )
+    return found
+
+
+def _token_indices(adapter: AdapterFiles, module: str, key: str) -> tuple[int, ...]:
+    """Which rows of a module's weight were trained, by PEFT's rule for names.
+
+    Raises:
+        ArtifactError: If the config does not say, or says another number of them.
     """
-    outside = {
-        f"{pair.module}.weight"
-        for pair in adapter.pairs
-        if not any(part.isdigit() for part in pair.module.split("."))
-    }
+    given = adapter.config.trainable_token_indices
+    if isinstance(given, dict):
+        given = next((found for name, found in given.items() if module.endswith(name)), None)
+    num_rows = adapter.shapes[key][0]
+    if given is None or len(given) != num_rows:
+        raise ArtifactError(
+            f"{adapter.folder}: {key} holds {num_rows} tokens' rows, trainable_token_indices names "
+            f"{0 if given is None else len(given)}; save the adapter again"
+        )
+    return tuple(given)
+
+
+def _find_touched_tie(
+    adapter: AdapterFiles, checkpoint: Checkpoint, changes: Mapping[str, _Planned]
+) -> TiedPair | None:
+    """Embedding and head if they are one weight and the adapter changes one of them alone.
+
+    Building the model to ask is spared where all changes are in numbered layers: neither embedding
+    nor head ever is. A head follows the embedding's tokens, unless it was given its own.
+    """
+    outside = {name for name in changes if not any(part.isdigit() for part in name.split("."))}
+    if adapter.config.ensure_weight_tying:
+        return None
     tied = find_tied_pair(checkpoint.folder) if outside else None
-    return tied if tied is not None and outside & {tied.embedding, tied.head} else None
+    if tied is None:
+        return None
+    tokens = {f"{module}.weight" for module in adapter.trained_tokens}
+    touched = outside & {tied.embedding, tied.head}
+    follows = touched == {tied.embedding} <= tokens
+    return None if follows or not touched else tied
+
+
+def _without_tied_copies(
+    adapter: AdapterFiles, checkpoint: Checkpoint, changes: Mapping[str, _Planned]
+) -> dict[str, _Planned]:
+    """What was trained as one weight is in the adapter under both names, in the base under one."""
+    tied = find_tied_pair(checkpoint.folder) if adapter.config.ensure_weight_tying else None
+    halves = {tied.embedding, tied.head} if tied is not None else set()
+    copies = {name for name in halves & changes.keys() if name not in checkpoint.tensors}
+    if len(halves & changes.keys()) < 2:
+        return dict(changes)
+    return {name: change for name, change in changes.items() if name not in copies}
 
 
 def _aliases(checkpoint: Checkpoint, tied: TiedPair | None) -> dict[str, str]:
@@ -98,15 +201,17 @@ def _aliases(checkpoint: Checkpoint, tied: TiedPair | None) -> dict[str, str]:
     }
 
 
-def _check_weights(
-    adapter: AdapterFiles, checkpoint: Checkpoint, aliases: Mapping[str, str]
+def _check_tensors(
+    adapter: AdapterFiles,
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, str],
+    changes: Mapping[str, _Planned],
 ) -> None:
     shapes = {}
-    for pair in adapter.pairs:
-        name = f"{pair.module}.weight"
+    for name, change in changes.items():
         source = aliases.get(name, name)
         if source not in checkpoint.tensors:
-            raise name_mismatch(adapter, pair.module, checkpoint.tensors)
+            raise name_mismatch(adapter, name, checkpoint.tensors)
         file, place = checkpoint.tensors[source]
         if place.dtype is None:
             raise ArtifactError(
@@ -114,7 +219,25 @@ def _check_weights(
                 "only F16, BF16, F32 and F64 can be merged into, name the base in one of them"
             )
         shapes[name] = place.shape
+        _check_shape(adapter, name, change, place.shape)
     check_fits_base(adapter, shapes)
+
+
+def _check_shape(
+    adapter: AdapterFiles, name: str, change: _Planned, found: tuple[int, ...]
+) -> None:
+    """Of what is put in a tensor's place; the factors' shapes are ``check_fits_base``'s."""
+    shape = adapter.shapes[change.key]
+    is_grown = change.num_rows > found[0] and len(shape) == 2
+    is_factor = change.num_rows == 0 and len(found) == 2
+    if not is_factor and shape[1:] != found[1:]:
+        is_grown = False
+    elif is_factor or change.shape in (None, found) or is_grown:
+        return
+    raise ArtifactError(
+        f"{adapter.folder}: {change.key} has shape {list(shape)}, {name} of the base has "
+        f"{list(found)}; name the base that this adapter was trained on"
+    )
 
 
 def _check_saved_bases(
@@ -125,7 +248,7 @@ def _check_saved_bases(
         name = f"{module}.weight"
         source = aliases.get(name, name)
         if source not in checkpoint.tensors:
-            raise name_mismatch(adapter, module, checkpoint.tensors)
+            raise name_mismatch(adapter, name, checkpoint.tensors)
         file, place = checkpoint.tensors[source]
         saved = adapter.tensor(key)
         with (checkpoint.folder / file).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Which adapters are exactly W + scaling * B @ A; the others are refused by the field's name."""
+"""Which adapters can be merged tensor by tensor; the others are refused by the field's name."""
 
 from collections.abc import Collection
 from dataclasses import MISSING, Field
@@ -13,20 +13,22 @@ __all__ = ["check_mergeable", "name_mismatch"]
 
 # Used in the merge, or without influence on what the adapter computes once it is trained.
 _UNDERSTOOD = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
+    "use_rslora",
 }  # fmt: skip
 # The other ways to initialise change the base's weights as well (PiSSA, OLoRA, LoftQ, CorDA ...).
-_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
+_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
 
 
 def check_mergeable(adapter: AdapterFiles) -> None:
     """Refuse what cannot be merged exactly. A parameter that is one matrix is merged like a module.
 
     Raises:
-        ArtifactError: If the config asks for more than LoRA, or a tensor is no factor of LoRA.
+        ArtifactError: If the config asks for what is no change of single tensors.
     """
     for field in LoraConfig.__dataclass_fields__.values():
         value = getattr(adapter.config, field.name)
@@ -36,8 +38,8 @@ def check_mergeable(adapter: AdapterFiles) -> None:
             is_plain = field.name in _UNDERSTOOD or not value or value == _default(field)
         if not is_plain:
             raise ArtifactError(
-                f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged; "
-                "only plain LoRA is W + scaling * B @ A, use the adapter unmerged through peft"
+                f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged "
+                "into files; merge the live model with merge_adapter, or use the adapter unmerged"
             )
     stacked = [pair.module for pair in adapter.pairs if pair.num_matrices > 1]
     if stacked:
@@ -46,16 +48,43 @@ def check_mergeable(adapter: AdapterFiles) -> None:
             "cannot be merged file by file yet; merge with peft's merge_and_unload, or use the "
             "adapter unmerged"
         )
-    if adapter.others:
-        raise ArtifactError(
-            f"{adapter.folder}: {adapter.others[0]} is no factor of LoRA, "
-            f"{len(adapter.others)} such tensors would be lost; use the adapter unmerged"
-        )
+    problem = _config_problem(adapter)
+    if problem:
+        raise ArtifactError(f"{adapter.folder}: {problem}; use the adapter unmerged")
 
 
-def name_mismatch(adapter: AdapterFiles, module: str, names: Collection[str]) -> ArtifactError:
-    """The error for a module whose weight the base's files do not hold under its own name."""
-    wanted = f"{module}.weight"
+def _config_problem(adapter: AdapterFiles) -> str | None:
+    """A tensor that the config does not account for, or one that it does and that is not there."""
+    config = adapter.config
+    for field, what in (("use_dora", "magnitude"), ("lora_bias", "bias")):
+        for pair in adapter.pairs:
+            key = getattr(pair, what)
+            if (key is None) == bool(getattr(config, field)):
+                found = f"{pair.module} has none" if key is None else f"it holds {key}"
+                return f"{field} is {getattr(config, field)}, but {found}"
+    for name, key in adapter.others.items():
+        if not _is_accounted_for(config, name):
+            return f"{key} is no factor of LoRA, and its config names no such part"
+    if adapter.trained_tokens and config.trainable_token_indices is None:
+        return "it holds rows of tokens, but trainable_token_indices names none"
+    return None
+
+
+def _is_accounted_for(config: LoraConfig, name: str) -> bool:
+    """Whether PEFT would load the tensor: a module to save, a bias, a resized embedding or head."""
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias" and config.bias != "none":
+        return True
+    parts = module.split(".")
+    ends = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]  # a saved module may hold others
+    if any(end.endswith(saved) for end in ends for saved in config.modules_to_save or ()):
+        return True
+    return leaf == "weight" and not any(part.isdigit() for part in parts)
+
+
+def name_mismatch(adapter: AdapterFiles, wanted: str, names: Collection[str]) -> ArtifactError:
+    """The error for a tensor that the base's files do not hold under its own name."""
+    module = wanted.rpartition(".")[0]
     parts = wanted.split(".")
     tails = [".".join(parts[k:]) for k in range(1, len(parts) - 1)]
     near = next(

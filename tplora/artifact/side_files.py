@@ -8,7 +8,7 @@ from typing import Any
 
 from tplora.artifact.checkpoint import INDEX
 
-__all__ = ["copy_side_files", "untie_in_config", "write_index"]
+__all__ = ["copy_side_files", "grow_in_config", "untie_in_config", "write_index"]
 
 # Weights in any format and their indices; the base's card and git's files speak of the base only.
 _LEFT_OUT = (
@@ -55,11 +55,21 @@ def write_index(folder: Path, files: Mapping[str, str], base_index: dict[str, An
 
 def untie_in_config(folder: Path) -> None:
     """Say in ``config.json`` that embedding and head are two weights."""
+    _set_in_config(folder, "tie_word_embeddings", value=False, is_added=True)
+
+
+def grow_in_config(folder: Path, vocab_size: int) -> None:
+    """Say in ``config.json`` how many tokens the model has."""
+    _set_in_config(folder, "vocab_size", value=vocab_size, is_added=False)
+
+
+def _set_in_config(folder: Path, key: str, *, value: object, is_added: bool) -> None:
+    """Of the model and of its text part; a key that is not there is added only if asked for."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part["tie_word_embeddings"] = False
+        if isinstance(part, dict) and (is_added or key in part):
+            part[key] = value
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -9,10 +9,11 @@ Source: the safetensors format, github.com/huggingface/safetensors, README.md.
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,7 +21,9 @@ from tplora.errors import ArtifactError
 
 __all__ = [
     "CHUNK_BYTES",
+    "DTYPES",
     "Place",
+    "copy_file",
     "create_file",
     "read_places",
     "read_rows",
@@ -31,12 +34,13 @@ __all__ = [
 CHUNK_BYTES = 8 << 20
 """Bytes of a tensor that are held at once."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+"""The format's names of the dtypes that can be computed with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,12 @@ class Place:
     @property
     def dtype(self) -> torch.dtype | None:
         """None for what is not a plain float: packed, 8-bit or integer."""
-        return _DTYPES.get(self.stored_as)
+        return DTYPES.get(self.stored_as)
+
+    def with_rows(self, num_rows: int) -> "Place":
+        """The same tensor with another number of rows, from the same byte on."""
+        end = self.begin + num_rows * self.row_bytes
+        return replace(self, shape=(num_rows, *self.shape[1:]), end=end)
 
     @property
     def row_bytes(self) -> int:
@@ -90,15 +99,58 @@ def read_places(file: Path) -> dict[str, Place]:
     return places
 
 
+def copy_file(source: Path, target: Path, grown: Mapping[str, int]) -> None:
+    """Copy a file; tensors named in ``grown`` get that many rows, of zeros after their own.
+
+    Where nothing grows, the copy is the file byte for byte.
+    """
+    if not grown:
+        shutil.copyfile(source, target)
+        return
+    places = read_places(source)
+    moved, offset = {}, 0
+    for name, place in sorted(places.items(), key=lambda item: item[1].begin):
+        larger = place.with_rows(grown[name]) if name in grown else place
+        moved[name] = (place, larger, offset)
+        offset += larger.end - larger.begin
+    entries = {
+        name: {
+            "dtype": larger.stored_as,
+            "shape": larger.shape,
+            "data_offsets": [begin, begin + larger.end - larger.begin],
+        }
+        for name, (_, larger, begin) in moved.items()
+    }
+    with source.open("rb") as old, target.open("wb") as new:
+        start = _write_header(new, entries)
+        for place, _, begin in moved.values():
+            old.seek(place.begin)
+            new.seek(start + begin)
+            _copy_bytes(old, new, place.end - place.begin)
+        new.truncate(start + offset)
+
+
+def _copy_bytes(old: BinaryIO, new: BinaryIO, num_bytes: int) -> None:
+    while num_bytes:
+        data = old.read(min(CHUNK_BYTES, num_bytes))
+        new.write(data)
+        num_bytes -= len(data)
+
+
+def _write_header(stream: BinaryIO, entries: Mapping[str, Any]) -> int:
+    """Write a file's header; return where the tensors begin."""
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    stream.write(len(header).to_bytes(8, "little") + header)
+    return stream.tell()
+
+
 def create_file(file: Path, name: str, like: Place) -> Place:
     """Make a file with one tensor of zeros, called ``name``, of the dtype and shape of ``like``."""
     num_bytes = like.end - like.begin
     entry = {"dtype": like.stored_as, "shape": like.shape, "data_offsets": [0, num_bytes]}
-    header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
-    header += b" " * (-len(header) % 8)
     with file.open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        begin = stream.tell()
+        begin = _write_header(stream, {name: entry})
         stream.truncate(begin + num_bytes)
     return Place(stored_as=like.stored_as, shape=like.shape, begin=begin, end=begin + num_bytes)
 

@@ -98,6 +98,8 @@ def verify_adapter(
         given["device_map"] = {"": device}  # quantised on the way there
     model = auto_class_of(base).from_pretrained(base, dtype=dtype, **given).to(device)
     hold_exact(model, None)
+    if adapter.num_tokens > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(adapter.num_tokens)
     check_fits_base(adapter, _weight_shapes(model))
     bare = logits_at(model, probe.rows, probe.positions)
     if bare.shape != probe.logits.shape:
@@ -108,7 +110,8 @@ def verify_adapter(
     adapted = PeftModel.from_pretrained(model, str(adapter_folder), torch_device=device)
     found = logits_at(adapted, probe.rows, probe.positions)
     largest = float(probe.logits.abs().max())
-    relative = relative_tolerance(dtype) if tolerance == "by dtype" else tolerance
+    narrowest = min((dtype, *adapter.dtypes), key=lambda one: torch.finfo(one).bits)
+    relative = relative_tolerance(narrowest) if tolerance == "by dtype" else tolerance
     return VerifyReport(
         max_abs_diff=_largest(found - probe.logits),
         max_abs_logit=largest,

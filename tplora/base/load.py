@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tplora.plan.build import Plan
-    from tplora.plan.layer import LayerPlan
     from tplora.plan.style import TensorPlan
 
 __all__ = ["check_shards", "load_base"]
@@ -36,6 +35,7 @@ def load_base(
     *,
     tp_size: int,
     device: torch.device | None = None,
+    model_class: Any = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
     """Load ``path`` frozen, tensor-parallel over ``tp_size`` ranks.
@@ -46,6 +46,8 @@ def load_base(
         path: What ``from_pretrained`` takes.
         tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
         device: Where a model of one process goes; ranks of a group use their own device.
+        model_class: What has the ``from_pretrained``, such as
+            ``AutoModelForSequenceClassification``; what generates text when left out.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
@@ -60,17 +62,17 @@ def load_base(
     if from_pretrained.get("quantization_config", ()) is None:
         del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
     if tp_size > 1:
-        model = _load_cut(path, tp_size, from_pretrained)
+        model = _load_cut(path, tp_size, model_class, from_pretrained)
     else:
-        model = _load_whole(path, device, from_pretrained)
+        auto = model_class or auto_class_of(path, **from_pretrained)
+        model = _load_whole(path, auto, device, from_pretrained)
     model.requires_grad_(requires_grad=False)
     return model
 
 
 def _load_whole(
-    path: str, device: torch.device | None, from_pretrained: dict[str, Any]
+    path: str, auto: Any, device: torch.device | None, from_pretrained: dict[str, Any]
 ) -> PreTrainedModel:
-    auto = auto_class_of(path, **from_pretrained)
     if from_pretrained.get("quantization_config") is not None:
         # Weights are quantised on their way to the device; they would not fit it before.
         from_pretrained |= {"device_map": {"": device or "cpu"}}
@@ -81,13 +83,16 @@ def _load_whole(
     return model
 
 
-def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+def _load_cut(
+    path: str, tp_size: int, model_class: Any, from_pretrained: dict[str, Any]
+) -> PreTrainedModel:
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
     check_method(quantization_given(config))
     with mended_while_loading(config, tp_size) as styles, quantizing_shards():
-        model: PreTrainedModel = auto_class(config).from_pretrained(
+        auto = model_class or auto_class(config)
+        model: PreTrainedModel = auto.from_pretrained(
             path,
             distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
             **from_pretrained,
@@ -118,11 +123,17 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
         if is_quantized_linear(module):
             check_quantized_shard(leaf, module, layer.weight, plan.tp_size)
         else:
-            _check_weight(layer, leaf, model.get_parameter(leaf), plan.tp_size)
+            weight = model.get_parameter(leaf)
+            _check_weight(layer.weight, layer.style, leaf, weight, plan.tp_size)
+    for part in plan.trained:
+        if part.weight is not None:
+            weight = model.get_submodule(part.name).weight
+            _check_weight(part.weight, part.style, f"{part.name}.weight", weight, plan.tp_size)
 
 
-def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: int) -> None:
-    plan = layer.weight
+def _check_weight(
+    plan: TensorPlan, style: str | None, name: str, weight: torch.Tensor, tp_size: int
+) -> None:
     tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
     planned = plan.shard_shape(tp_rank, tp_size)
     found = tuple(local_shard(weight).shape)
@@ -131,7 +142,7 @@ def _check_weight(layer: LayerPlan, name: str, weight: torch.Tensor, tp_size: in
     raise ShardError(
         f"{name}: this rank holds {found}, the plan says {planned} "
         f"({'whole' if plan.shard_dim is None else f'cut on dim {plan.shard_dim}'}, style "
-        f"{layer.style}); the installed transformers cuts this model differently; report this "
+        f"{style}); the installed transformers cuts this model differently; report this "
         "with `tplora report`"
     )
 

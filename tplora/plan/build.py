@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
 from tplora.plan.architectures import architecture_problem
+from tplora.plan.beside import plan_beside
+from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
+from tplora.plan.initial import (
+    find_dtype_problems,
+    find_init_problems,
+    layer_init_problem,
+    plan_trained,
+)
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
+from tplora.plan.options import option_problem, wanted_extras
 from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
     QuantizationPlan,
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
+    from tplora.plan.trained import TrainedPlan
+
 __all__ = ["Plan", "build_plan", "plan_layers", "plan_model"]
 
 
@@ -44,6 +55,8 @@ class Plan:
     """What the frozen base is held in, such as "bfloat16"; what is quantised, before it is."""
     quantization: QuantizationPlan | None = None
     """Which linear layers are held in 4 or 8 bits."""
+    trained: tuple[TrainedPlan, ...] = ()
+    """What is trained of the base itself, beside LoRA's factors."""
 
     def layer(self, name: str) -> LayerPlan | None:
         """The plan of the module called ``name``, or None when it is not adapted."""
@@ -61,8 +74,10 @@ class Plan:
 
     @property
     def num_trainable(self) -> int:
-        """Trainable elements of the full adapter."""
-        return sum(layer.a.numel + layer.b.numel for layer in self.layers)
+        """Trainable elements in full."""
+        beside = sum(factor.numel for part in self.trained for _, factor in part.factors)
+        factors = (factor for layer in self.layers for factor in layer.factors)
+        return beside + sum(factor.numel for factor in factors if factor.is_trained)
 
 
 def build_plan(
@@ -111,8 +126,10 @@ def plan_model(
     Raises:
         PlanError: As ``build_plan``.
     """
+    if lora.peft_type != "LORA":
+        raise PlanError(find_config_problems(lora))
     facts = read_facts(model)
-    problems = _model_problems(facts, tp_size)
+    problems = _model_problems(facts, tp_size) + find_dtype_problems(lora, base_dtype)
     quantized, found = plan_quantization(model, quantization)
     problems += found
     if quantized is not None:
@@ -123,15 +140,18 @@ def plan_model(
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, targets, tp_size=tp_size, problems=problems)
-    unreadable = [] if quantized is None else adapter_problems(quantized, layers, facts)
-    if unreadable:
-        raise PlanError(unreadable)
+    trained, problems = plan_beside(facts, lora, layers, tp_size=tp_size)
+    if quantized is not None:
+        problems += adapter_problems(quantized, layers, trained, facts)
+    if problems:
+        raise PlanError(problems)
     return Plan(
         class_name=facts.class_name,
         tp_size=tp_size,
         layers=layers,
         facts=facts,
         base_dtype=base_dtype,
+        trained=trained,
         quantization=quantized,
     )
 
@@ -145,29 +165,45 @@ def plan_layers(
     problems: list[str],
 ) -> tuple[LayerPlan, ...]:
     """Plan each weight of ``targets``; raise all of ``problems`` and those found here together."""
-    problems += find_config_problems(lora)
+    problems += find_config_problems(lora) or find_init_problems(lora)
     modules = {module.name: module for module in facts.modules}
     parameters = {parameter.name: parameter for parameter in facts.parameters}
     layers = []
     for name in targets.modules:
         problem = _module_problem(modules.get(name), name)
+        problem = problem or _option_problem(facts, lora, modules[name])
         if problem is None:
-            layers.append(_plan_module(modules[name], lora_rank_of(lora, name), tp_size))
-        else:
+            layer = _plan_module(modules[name], lora, tp_size)
+            problem = lora.use_bdlora and block_problem(lora.use_bdlora, layer, tp_size)
+            is_tied = f"{name}.weight" not in parameters
+            problem = problem or layer_init_problem(lora, layer, is_tied=is_tied)
+        if problem:
             problems.append(problem)
+        else:
+            layer = plan_trained(lora, layer)
+            layers.append(plan_blocks(lora.use_bdlora, layer) if lora.use_bdlora else layer)
     for name in targets.parameters:
         problem = parameter_problem(parameters.get(name), name, lora, facts, tp_size)
+        problem = problem or option_problem(lora, "parameter", name, is_head=False)
         if problem is None:
-            r = lora_rank_of(lora, name)
-            layers.append(plan_parameter(parameters[name], r, tp_size))
-        else:
+            layer = plan_parameter(parameters[name], lora_rank_of(lora, name), tp_size)
+            problem = layer_init_problem(lora, layer, is_tied=False)
+        if problem:
             problems.append(problem)
+        else:
+            layers.append(layer)
     if problems:
         raise PlanError(problems)
     return tuple(layers)
 
 
-def _plan_module(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
+def _option_problem(facts: ModelFacts, lora: LoraConfig, module: ModuleFacts) -> str | None:
+    assert module.kind is not None  # _module_problem refused the others
+    is_head = any(head.module_name == module.name for head in facts.with_role("head"))
+    return option_problem(lora, module.kind, module.name, is_head=is_head)
+
+
+def _plan_module(module: ModuleFacts, lora: LoraConfig, tp_size: int) -> LayerPlan:
     kind = module.kind
     assert kind is not None  # _module_problem refused the others
     in_dim = 1 if kind == "linear" else 0
@@ -178,8 +214,9 @@ def _plan_module(module: ModuleFacts, r: int, tp_size: int) -> LayerPlan:
         module.weight_shape,
         (in_dim, 1 - in_dim),
         has_bias=module.has_bias,
-        r=r,
+        r=lora_rank_of(lora, module.name),
         tp_size=tp_size,
+        extras=wanted_extras(lora),
     )
 
 

@@ -31,11 +31,13 @@ class CollectiveCount:
 
 
 def base_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
-    """Bytes of the frozen base's parameters on ``tp_rank``, scales of quantised ones included."""
-    return sum(
+    """Bytes of the base's parameters on ``tp_rank`` that stay frozen, scales included."""
+    held = sum(
         _weight_bytes(plan, parameter, tp_rank, bytes_per_element)
         for parameter in plan.facts.parameters
     )
+    trained = _shard_numel(plan, tp_rank, _trained_of_base(plan, ("bias",)))
+    return held - trained * bytes_per_element
 
 
 def loading_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
@@ -76,19 +78,40 @@ def _tensor_plan(parameter: ParameterFacts) -> TensorPlan:
     )
 
 
-def factor_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int = 4) -> int:
-    """Bytes of the factors on ``tp_rank``; their gradients take as much, AdamW's state twice."""
-    return bytes_per_element * sum(
-        factor.shard_numel(tp_rank, plan.tp_size)
+def factor_bytes(
+    plan: Plan, tp_rank: int, *, bytes_per_element: int = 4, only_trained: bool = False
+) -> int:
+    """Bytes of the factors on ``tp_rank``.
+
+    The gradients of those that are trained take as much as these, AdamW's state twice that. What is
+    trained of the base itself keeps the base's dtype.
+    """
+    factors: list[TensorPlan] = [
+        factor
         for layer in plan.layers
-        for factor in (layer.a, layer.b)
+        for factor in layer.factors
+        if factor.is_trained or not only_trained
+    ]
+    num_elements = _shard_numel(plan, tp_rank, factors) + _shard_numel(
+        plan, tp_rank, _trained_of_base(plan, ("tokens",))
     )
+    copied = _shard_numel(plan, tp_rank, _trained_of_base(plan, ("module", "bias")))
+    return num_elements * bytes_per_element + copied * plan.base_dtype_bytes
+
+
+def _trained_of_base(plan: Plan, what: tuple[str, ...]) -> list[TensorPlan]:
+    return [factor for part in plan.trained if part.what in what for _, factor in part.factors]
+
+
+def _shard_numel(plan: Plan, tp_rank: int, tensors: list[TensorPlan]) -> int:
+    return sum(tensor.shard_numel(tp_rank, plan.tp_size) for tensor in tensors)
 
 
 def count_collectives(plan: Plan) -> CollectiveCount | None:
     """Collectives of one step, head and embedding included; None where that is not known.
 
-    It is not where a style communicates by what its module is given, as those around experts do.
+    It is not where a style communicates by what its module is given, as those around experts do,
+    and where a norm is trained: its place among the layers says what flows back to which of them.
 
     Adapted column-parallel layers that read one tensor share the reduction of its gradient; those
     that transformers runs reduce their own. Nothing flows back to where nothing is trained: a layer
@@ -96,9 +119,11 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
-    if any(style in _UNCOUNTED for _, style in plan.facts.styles):
+    if any(style in _UNCOUNTED for _, style in plan.facts.styles) or any(
+        part.kind not in ("linear", "embedding") for part in plan.trained
+    ):
         return None
-    adapted = {layer.module_name for layer in plan.layers}
+    adapted = {layer.module_name for layer in plan.layers} | {part.name for part in plan.trained}
     forward = backward = 0
     is_trained_below = False
     for group in _in_order(plan.facts.modules):
@@ -107,7 +132,9 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
         if is_trained_below:
             backward += _backward_collectives(styles, adapted)
         is_trained_below |= any(module.name in adapted for module in group)
-    has_partial = any(f.is_grad_partial for layer in plan.layers for f in (layer.a, layer.b))
+    factors = [f for layer in plan.layers for f in layer.factors]
+    factors += [f for part in plan.trained for _, f in part.factors]
+    has_partial = any(factor.is_grad_partial for factor in factors)
     return CollectiveCount(forward=forward, backward=backward, bucket=int(has_partial))
 
 

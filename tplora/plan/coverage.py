@@ -1,4 +1,4 @@
-"""How much of a model an adapter reaches, by kind of weight, and what it misses."""
+"""How much of a model is adapted or trained, by kind of weight, and what is missed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS: dict[Role, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """One kind of weight: how many there are, how many are adapted, and how large they are."""
+    """One kind of weight: how many there are, how many are trained, and how large they are."""
 
     role: Role
     label: str
@@ -39,6 +39,9 @@ def count_coverage(plan: Plan) -> tuple[Coverage, ...]:
     adapted = {
         layer.name if layer.kind == "parameter" else f"{layer.name}.weight" for layer in plan.layers
     }
+    for part in plan.trained:
+        leaves = ["weight"] if part.what == "tokens" else [leaf for leaf, _ in part.factors]
+        adapted |= {f"{part.name}.{leaf}" for leaf in leaves}
     found = []
     for role, label in _KINDS.items():
         weights = plan.facts.with_role(role)

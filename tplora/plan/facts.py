@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from tplora.upstream import expanded_tp_plan, experts_implementation
+from tplora.upstream import (
+    embedding_name,
+    expanded_tp_plan,
+    experts_implementation,
+    names_tied_with_embedding,
+)
 from tplora.upstream.quantization import full_linear_shape, is_quantized_linear
 
 if TYPE_CHECKING:
@@ -15,10 +20,19 @@ if TYPE_CHECKING:
 
     from tplora.plan.style import Kind
 
-__all__ = ["ModelFacts", "ModuleFacts", "ParameterFacts", "Role", "read_facts"]
+__all__ = [
+    "ModelFacts",
+    "ModuleFacts",
+    "ParameterFacts",
+    "PartFacts",
+    "PartKind",
+    "Role",
+    "read_facts",
+]
 
 Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
 """What a parameter is to a person who chooses what to adapt."""
+PartKind = Literal["linear", "embedding", "norm", "router", "other"]
 
 # A style on one of these cuts attention by heads (their output is not gathered).
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj")
@@ -38,6 +52,22 @@ class ModuleFacts:
     has_plain_forward: bool
     """Whether it computes what torch's own class computes; a subclass may do more. An embedding may
     multiply by its ``embed_scale``, which peft knows of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFacts:
+    """Any module, as something that may be trained itself."""
+
+    name: str
+    type_name: str
+    kind: PartKind
+    """A linear or an embedding computes what torch's own class does, or scales it."""
+    style: str | None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Its own, not those of modules inside it."""
+    is_container: bool
+    has_buffers: bool
+    """Whether it, or what is inside it, has buffers that belong to its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +108,12 @@ class ModelFacts:
     """The type of the text model inside; the same where there is nothing else."""
     modules: tuple[ModuleFacts, ...]
     parameters: tuple[ParameterFacts, ...]
+    parts: tuple[PartFacts, ...]
+    """Every module, however it is called."""
+    embedding: str | None
+    """The input embedding."""
+    tied: tuple[str, ...]
+    """Modules that share the input embedding's weight."""
     has_tp_plan: bool
     styles: tuple[tuple[str, str], ...]
     """Name and style of everything that transformers will cut or wrap."""
@@ -95,6 +131,15 @@ class ModelFacts:
     def module(self, name: str) -> ModuleFacts:
         """The module called ``name``."""
         return next(module for module in self.modules if module.name == name)
+
+    def part(self, name: str) -> PartFacts:
+        """Any module by its name."""
+        return next(part for part in self.parts if part.name == name)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one weight."""
+        return bool(self.tied)
 
     def with_role(self, role: Role) -> tuple[ParameterFacts, ...]:
         """Every parameter of that role."""
@@ -115,6 +160,13 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
             if getattr(getattr(module, "weight", None), "ndim", 0) == 2
         ),
         parameters=_parameters(model, styles),
+        parts=tuple(
+            _part_facts(name, module, styles.get(name))
+            for name, module in model.named_modules()
+            if name
+        ),
+        embedding=embedding_name(model),
+        tied=names_tied_with_embedding(model),
         has_tp_plan=bool(styles),
         styles=tuple(styles.items()),
         foreign_styles=tuple(
@@ -165,6 +217,32 @@ def _weight_shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
     if leaf == "weight" and is_quantized_linear(module):
         return full_linear_shape(module)
     return tuple(map(int, module.get_parameter(leaf).shape))
+
+
+def _part_facts(name: str, module: nn.Module, style: str | None) -> PartFacts:
+    is_container = next(module.children(), None) is not None
+    kind: PartKind = "other"
+    if getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+        facts = _module_facts(name, module, style)
+        if facts.has_plain_forward:
+            kind = "linear" if facts.kind == "linear" else "embedding"
+        elif not is_container and _is_router(name.rpartition(".")[2], module):
+            kind = "router"
+    if not is_container and "norm" in type(module).__name__.lower():
+        kind = "norm"
+    state = module.state_dict(keep_vars=True).values()
+    return PartFacts(
+        name=name,
+        type_name=type(module).__name__,
+        kind=kind,
+        style=style,
+        parameters=tuple(
+            (leaf, tuple(map(int, parameter.shape)))
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ),
+        is_container=is_container,
+        has_buffers=any(not isinstance(tensor, nn.Parameter) for tensor in state),
+    )
 
 
 def _heads(config: PretrainedConfig) -> tuple[tuple[int, int], ...]:

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tplora.plan.style import STYLES, FactorPlan, Kind, TensorPlan, place_factors
+from tplora.plan.style import (
+    STYLES,
+    Extra,
+    FactorPlan,
+    Kind,
+    TensorPlan,
+    place_extra,
+    place_factors,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["LayerPlan", "known_styles", "plan_weight"]
 
@@ -24,6 +36,13 @@ class LayerPlan:
     transforms_output: bool
     a: FactorPlan
     b: FactorPlan
+    extras: tuple[tuple[Extra, FactorPlan], ...] = ()
+    """What is trained beside A and B."""
+
+    @property
+    def factors(self) -> tuple[FactorPlan, ...]:
+        """Everything of this layer that is trained."""
+        return self.a, self.b, *(plan for _, plan in self.extras)
 
     @property
     def num_matrices(self) -> int:
@@ -51,6 +70,7 @@ def plan_weight(
     r: int,
     tp_size: int,
     has_bias: bool = False,
+    extras: Iterable[Extra] = (),
 ) -> LayerPlan:
     """Place W by its style, and A and B by W; the style has to be one of ``STYLES[kind]``.
 
@@ -63,6 +83,7 @@ def plan_weight(
         r: The LoRA rank.
         tp_size: Ranks of one tensor-parallel group.
         has_bias: Whether a bias is added to the product.
+        extras: What is trained beside A and B.
     """
     style = STYLES[kind][style_name]
     is_parallel = tp_size > 1
@@ -91,6 +112,7 @@ def plan_weight(
         transforms_output=is_parallel and style.transforms_output,
         a=a,
         b=b,
+        extras=tuple((extra, place_extra(extra, weight, b)) for extra in extras),
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tplora.errors import PlanError
 from tplora.plan.facts import read_facts
+from tplora.plan.initial import as_loaded
 from tplora.plan.target import expert_names
-from tplora.recipe.lora_rules import say_value
+from tplora.recipe.lora_fields import OWN_KEYS
+from tplora.recipe.lora_rules import say_method, say_value
 from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
@@ -17,17 +20,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig
 
-__all__ = ["build_lora_config", "expert_parameters", "find_config_problems"]
-
-# What an adapter is and where it comes from, not what it computes.
-_NOT_OPTIONS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_type",
-    "peft_version",
-    "revision",
-}
+__all__ = ["build_lora_config", "expert_parameters", "find_config_problems", "started_from"]
 
 
 def expert_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
@@ -59,21 +52,46 @@ def build_lora_config(
     """
     from peft import LoraConfig  # noqa: PLC0415  (slow; the plan of a config needs it only here)
 
-    fields = {key: value for key, value in lora.items() if key != "experts"}
+    if "adapter_name_or_path" in lora:
+        return _config_of(lora["adapter_name_or_path"])
+    fields = {key: value for key, value in lora.items() if key not in OWN_KEYS}
     if lora.get("experts"):
         names = expert_parameters(config, trust_remote_code=trust_remote_code)
         fields["target_parameters"] = sorted({*names, *fields.get("target_parameters", ())})
     return LoraConfig(**fields)
 
 
+def started_from(folder: str) -> Path:
+    """Where the files of an adapter to start from lie: in a run's folder, or right there."""
+    inside = Path(folder) / "adapter"
+    return inside if (inside / "adapter_config.json").is_file() else Path(folder)
+
+
+def _config_of(folder: str) -> LoraConfig:
+    """The config of a saved adapter, to be trained on."""
+    from peft import PeftConfig  # noqa: PLC0415  (as above)
+
+    try:
+        config = PeftConfig.from_pretrained(str(started_from(folder)))
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError(
+            [f"lora.adapter_name_or_path = {folder!r}: its config cannot be read: {error}"]
+        ) from None
+    config.inference_mode = False
+    return as_loaded(config)
+
+
 def find_config_problems(config: LoraConfig) -> list[str]:
     """Every field of ``config`` that is set to something that cannot be done exactly, by name."""
+    if config.peft_type != "LORA":
+        return [f"{type(config).__name__}: {say_method(config.peft_type)}"]
     problems = []
+    config = as_loaded(config) if config.inference_mode else config
     default = type(config)()
     defaults = {field.name: getattr(default, field.name) for field in dataclasses.fields(config)}
     for name, usual in defaults.items():
         value = getattr(config, name)
-        if name in _NOT_OPTIONS or value == usual or not value:
+        if value == usual or not value:
             continue
         message = say_value(name, value, defaults)
         if message:

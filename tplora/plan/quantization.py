@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tplora.plan.facts import ModelFacts, ModuleFacts
     from tplora.plan.layer import LayerPlan
+    from tplora.plan.trained import TrainedPlan
     from tplora.recipe.schema import QuantizationTable
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal")
+_NOT_ON_QUANTIZED = (
+    "use_dora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "lora_bias"
+)  # fmt: skip
 _READ_PACKED = ("dots3_note_text", "gemma3n_text", "hy_v4", "inkling2_loop_text")
 """Models that cast an input to a weight's dtype or clamp a weight (transformers 5.24)."""
 _GROUP_SIZE = 256
@@ -209,34 +213,46 @@ def _cut_problems(plan: QuantizationPlan, modules: list[ModuleFacts], tp_size: i
 
 
 def find_adapter_config_problems(lora: LoraConfig) -> list[str]:
-    """What of an adapter reads or changes the base's weights, which are packed."""
-    found = {"use_dora": lora.use_dora, "init_lora_weights": lora.init_lora_weights}
-    allowed = {"use_dora": (False,), "init_lora_weights": _INITS_THAT_LEAVE_THE_BASE}
+    """What of an adapter reads, changes or trains the base, and is not known to be exact here."""
+    names = [name for name in _NOT_ON_QUANTIZED if getattr(lora, name)]
+    if lora.init_lora_weights not in _INITS_THAT_LEAVE_THE_BASE:
+        names.append("init_lora_weights")
+    if lora.bias != "none":
+        names.append("bias")
     return [
-        f"lora.{name} = {value!r}: reads the base's weights, and is not known to be exact where "
-        "they are quantised; leave it out, or [quantization]"
-        for name, value in found.items()
-        if value not in allowed[name]
+        f"lora.{name} = {getattr(lora, name)!r}: is not known to be exact where the base is "
+        "quantised; leave it out, or [quantization]"
+        for name in names
     ]
 
 
 def adapter_problems(
-    plan: QuantizationPlan, layers: Iterable[LayerPlan], facts: ModelFacts
+    plan: QuantizationPlan,
+    layers: Iterable[LayerPlan],
+    trained: Iterable[TrainedPlan],
+    facts: ModelFacts,
 ) -> list[str]:
-    """Adapters that plain PEFT would not find again on a quantised base.
+    """Adapters that plain PEFT would not find again on a quantised base, and what it would train.
 
     PEFT takes some names for the experts of a mixture, so an adapter on another layer of that name
     is saved by its parameter (``adapter/config.py``); and a parameter it does not adapt in 4 bits.
     """
     moved = peft_moved_names(facts.model_type)
-    return [
+    unread = [
         f"lora.target_modules: {layer.module_name} is quantised, and peft reads an adapter of that "
         "name only from an unquantised layer; add it to lora.exclude_modules, or to "
         "quantization.llm_int8_skip_modules"
         for layer in layers
         if layer.module_name in plan.names
         and (layer.kind == "parameter" or layer.name.rpartition(".")[2] in moved)
-    ][:1]
+    ]
+    packed = [
+        f"lora.modules_to_save: {part.name} is quantised and cannot be trained; add it to "
+        "quantization.llm_int8_skip_modules"
+        for part in trained
+        if part.name in plan.names
+    ]
+    return unread[:1] + packed[:1]
 
 
 def _has_whole_blocks(plan: QuantizationPlan, module: ModuleFacts, tp_size: int) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tplora.plan.build import Plan
     from tplora.plan.layer import LayerPlan
     from tplora.plan.style import TensorPlan
+    from tplora.plan.trained import TrainedPlan
 
 __all__ = ["plan_text", "render_plan"]
 
@@ -31,8 +32,8 @@ def render_plan(plan: Plan) -> RenderableType:
 
     A cut dim is written ``576/3``: 576 in full, a third of it on each rank.
     """
-    groups = _grouped(plan.layers)
-    common = _common_prefix(list(groups))
+    groups, trained = _grouped(plan.layers), _grouped_trained(plan.trained)
+    common = _common_prefix([*groups, *trained])
     table = Table(
         title=f"{plan.class_name} over tp_size {plan.tp_size}, adapters in {common or 'the model'}",
         title_justify="left",
@@ -52,6 +53,16 @@ def render_plan(plan: Plan) -> RenderableType:
             str(len(layers)),
             (first.style or "whole").replace("_", " "),
             *(_shape(tensor, plan.tp_size) for tensor in (first.weight, first.a, first.b)),
+        )
+    for pattern, parts in trained.items():
+        one = parts[0]
+        table.add_row(
+            pattern.removeprefix(common),
+            str(len(parts)),
+            (one.style or "whole").replace("_", " "),
+            _shape(one.weight, plan.tp_size) if one.weight else "",
+            _what(one),
+            "",
         )
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
@@ -100,6 +111,24 @@ def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
     return named
 
 
+def _grouped_trained(parts: Iterable[TrainedPlan]) -> dict[str, list[TrainedPlan]]:
+    """What is trained itself, by name without numbers and by what of it is."""
+    groups: dict[str, list[TrainedPlan]] = {}
+    for part in parts:
+        pattern = _NUMBER.sub(".*", part.name)
+        groups.setdefault(f"{pattern}.bias" if part.what == "bias" else pattern, []).append(part)
+    return groups
+
+
+def _what(part: TrainedPlan) -> str:
+    what = {
+        "module": "trained whole",
+        "tokens": f"{len(part.tokens)} tokens trained",
+        "bias": "bias trained",
+    }[part.what]
+    return what if part.tied_to is None else f"with {part.tied_to.rpartition('.')[2]}"
+
+
 def _common_prefix(patterns: list[str]) -> str:
     """The leading parts, with their dots, that all patterns share; nothing for a single one."""
     shared = []
@@ -123,7 +152,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     count = count_collectives(plan)
     total = sum(parameter.numel for parameter in plan.facts.parameters)
     base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
-    factors = factor_bytes(plan, 0)
+    factors, trained = factor_bytes(plan, 0), factor_bytes(plan, 0, only_trained=True)
     rows = [
         (
             "trainable parameters",
@@ -133,7 +162,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         (
             "bytes per rank",
             f"base {_size(base)} ({_base_dtype(plan)}), factors {_size(factors)}, their gradients "
-            f"{_size(factors)}, AdamW state {_size(2 * factors)}; activations come on top",
+            f"{_size(trained)}, AdamW state {_size(2 * trained)}; activations come on top",
         ),
     ]
     missed = say_missed_experts(plan)

@@ -18,16 +18,20 @@ from typing import Literal
 __all__ = [
     "AROUND_EXPERTS",
     "STYLES",
+    "Extra",
     "FactorPlan",
     "Kind",
     "Style",
     "TensorPlan",
+    "place_extra",
     "place_factors",
     "shard_range",
     "shard_ranges",
 ]
 
 Kind = Literal["linear", "embedding", "parameter"]
+Extra = Literal["magnitude", "bias", "diagonal"]
+"""What some kinds of LoRA train beside A and B: DoRA's magnitude, a bias of B, KaSA's diagonal."""
 
 
 def shard_range(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -78,6 +82,14 @@ class TensorPlan:
         held = sum(stop - start for start, stop in self.shard_ranges(tp_rank, tp_size))
         return (*self.shape[: self.shard_dim], held, *self.shape[self.shard_dim + 1 :])
 
+    def transposed(self) -> "TensorPlan":
+        """A matrix with its dims exchanged."""
+        return TensorPlan(
+            shape=self.shape[::-1],
+            shard_dim=None if self.shard_dim is None else 1 - self.shard_dim,
+            split_factor=self.split_factor,
+        )
+
     @property
     def numel(self) -> int:
         """Elements of the full tensor."""
@@ -97,6 +109,8 @@ class FactorPlan(TensorPlan):
 
     is_grad_partial: bool
     """Whether the gradient on one rank is a part of a sum that still has to be taken."""
+    is_trained: bool = True
+    """Whether it has a gradient at all: MiCA's B keeps its first values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,4 +210,31 @@ def place_factors(
             split_factor=weight.split_factor if owns_b else 1,
             is_grad_partial=is_replica_partial and not owns_b,
         ),
+    )
+
+
+def place_extra(extra: Extra, weight: TensorPlan, b: FactorPlan) -> FactorPlan:
+    """The placement of a vector beside A and B, from those of W and B.
+
+    One over W's output features is cut with B. Where W is cut on its input it is whole, and its
+    gradient is partial if it multiplies a partial sum (a magnitude), full if it is added once the
+    sum is taken (a bias). One over the rank (a diagonal between A and B) is whole, and every rank
+    of a cut W sees a part of what it multiplies or feeds.
+
+    Args:
+        extra: What the vector is.
+        weight: W and its cut.
+        b: B, which has W's output features as rows.
+    """
+    is_cut = weight.shard_dim is not None
+    if extra == "diagonal":
+        return FactorPlan(
+            shape=(b.shape[1],), shard_dim=None, is_grad_partial=is_cut or b.is_grad_partial
+        )
+    is_added_after_sum = extra == "bias" and is_cut
+    return FactorPlan(
+        shape=(b.shape[0],),
+        shard_dim=b.shard_dim,
+        split_factor=b.split_factor,
+        is_grad_partial=b.is_grad_partial and not is_added_after_sum,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from tplora.errors import RecipeError
 from tplora.recipe.defaults import fill_defaults
-from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems
+from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems, is_refused
 from tplora.recipe.parse import build_recipe, read_document
 from tplora.recipe.quantization_rules import find_quantization_problems
 from tplora.recipe.schema import TABLES, Recipe
@@ -57,6 +57,7 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     if "quantization" in tables:
         yield from find_quantization_problems(_table(tables, "quantization"), places)
     yield from _source_problems(_table(tables, "model"), places)
+    yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)
     yield from _eval_problems(_table(tables, "data"), train, places)
 
@@ -97,8 +98,10 @@ def _name_problems(
     for key, value in values.items():
         if key not in fields:
             message = _say_unknown(table, key, fields)
-        elif table == "train" and key in REFUSED_KEYS:
+        elif (table == "train" and key in REFUSED_KEYS) or (table == "lora" and is_refused(key)):
             continue  # its own reason says more than its type would
+        elif table == "lora" and key == "init_lora_weights":
+            continue  # peft's type spells out pissa_niter_N with a placeholder
         else:
             need = fields[key].say_need(value)
             message = f"needs {need}" if need else ""
@@ -139,6 +142,19 @@ def _source_problems(model: Mapping[str, Any], places: Places) -> Iterator[str]:
         yield say_problem(["model", "sha256"], message, places=places, value=sha256)
     if Path(source).is_absolute() and not Path(source).exists():
         yield say_problem(path, _say_missing(Path(source)), places=places, value=source)
+
+
+def _token_problems(
+    model: Mapping[str, Any], lora: Mapping[str, Any], places: Places
+) -> Iterator[str]:
+    new, path = model.get("add_tokens"), ["model", "add_tokens"]
+    if not isinstance(new, list):
+        return
+    if len(set(map(str, new))) < len(new):
+        yield say_problem(path, "names a token twice; name each once", places=places, value=new)
+    if "adapter_name_or_path" in lora:
+        message = "the adapter that is started from brings its tokens; leave it out"
+        yield say_problem(path, message, places=places, value=new)
 
 
 def _file_problems(data: Mapping[str, Any], places: Places) -> Iterator[str]:

@@ -61,7 +61,7 @@ def read_document(path: Path, *, overrides: Sequence[str] = ()) -> Document:
     for override in overrides:
         problem = _apply_override(tables, places, override)
         problems += [problem] if problem else []
-    for name in ("model", "data"):
+    for name in ("model", "data", "lora"):
         if isinstance(tables.get(name), dict):
             tables[name] = _absolute(name, tables[name], path)
     return Document(path=path, tables=tables, places=places, problems=tuple(problems))
@@ -182,10 +182,14 @@ def _say_key(table: str, key: str, kind: str) -> str:
 def _absolute(table: str, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Local paths as seen from the recipe's folder; a hub id stays as it is."""
     values, folder = dict(values), path.resolve().parent
-    keys = {"data": ("train", "eval"), "model": ("pretrained_model_name_or_path",)}.get(table, ())
+    keys = {
+        "data": ("train", "eval"),
+        "model": ("pretrained_model_name_or_path",),
+        "lora": ("adapter_name_or_path",),
+    }[table]
     for key in keys:
         text = values.get(key)
-        if isinstance(text, str) and text and (table == "data" or _is_local(text, folder)):
+        if isinstance(text, str) and text and (table != "model" or _is_local(text, folder)):
             values[key] = str((folder / Path(text).expanduser()).resolve())
     return values
 

@@ -50,6 +50,8 @@ class ModelTable(_Table):
     cache_dir: str | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+    add_tokens: Annotated[list[NotEmpty], Field(min_length=1)] | None = None
+    """Tokens that tokenizer and model are given; their rows are trained and saved."""
     gguf_file: str | None = None
     local_files_only: bool = False
 
@@ -104,6 +106,8 @@ class ExportTable(_Table):
 
     verify: bool = True
     """Whether the adapter is read back by plain PEFT and its logits compared."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the adapter is written in; "auto" is the dtype it was trained in."""
     merged: bool = False
     """Whether a merged model is written beside the adapter."""
 

@@ -27,6 +27,9 @@ class UpstreamField:
 
     def say_need(self, value: object) -> str | None:
         """What ``value`` would have to be, in words; None when it is that already."""
+        inner = _inner_class(self.hint)
+        if inner is not None and isinstance(value, dict):
+            return _say_inner_need(inner, value)
         adapter = TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
         try:
             # Strict: true is no number and 60.0 no whole one, but a whole number is a number.
@@ -37,7 +40,13 @@ class UpstreamField:
         return say_type(self.hint) if names and value not in names else None
 
 
-_OURS = {"experts": UpstreamField(hint=bool, default=False)}
+_OURS = {
+    "experts": UpstreamField(hint=bool, default=False),
+    "adapter_name_or_path": UpstreamField(hint=str | None, default=None),
+    "autocast_adapter_dtype": UpstreamField(hint=bool, default=True),
+    "loraplus_lr_ratio": UpstreamField(hint=float | None, default=None),
+    "loraplus_lr_embedding": UpstreamField(hint=float | None, default=None),
+}
 
 
 def lora_fields() -> Mapping[str, UpstreamField]:
@@ -63,6 +72,8 @@ def check_lora_config(lora: Mapping[str, Any]) -> None:
     """
     from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
 
+    if "adapter_name_or_path" in lora:
+        return
     theirs = {key: value for key, value in lora.items() if key not in _OURS}
     LoraConfig(**{"task_type": "CAUSAL_LM", **theirs})
 
@@ -77,6 +88,23 @@ def _fields(cls: type) -> Mapping[str, UpstreamField]:
             default = field.default_factory()
         found[field.name] = UpstreamField(hint=hints[field.name], default=default)
     return found
+
+
+def _inner_class(hint: object) -> type | None:
+    """The config inside a config that a table of the recipe fills, such as ``BdLoraConfig``."""
+    kinds = (kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+def _say_inner_need(inner: type, values: Mapping[str, Any]) -> str | None:
+    fields = _fields(inner)
+    for key, value in values.items():
+        if key not in fields:
+            return f"a table of {', '.join(fields)}; {key} is none of them"
+        need = fields[key].say_need(value)
+        if need is not None:
+            return f"a table whose {key} is {need}"
+    return None
 
 
 def _enum_names(hint: object) -> set[str]:

@@ -11,26 +11,30 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import PrinterCallback
 from trl import SFTConfig
 
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.load import load_factors
 from tplora.adapter.save import save_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.base.load import check_shards, load_base
+from tplora.base.resize import resize_tokens
 from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
-from tplora.plan.lora import build_lora_config
+from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
+from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
 from tplora.train.metrics import MetricsCallback, read_metrics
 from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
@@ -39,7 +43,6 @@ from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from tplora.adapter.model import TploraModel
@@ -117,14 +120,12 @@ def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
 def _train(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: _Stage
 ) -> tuple[TploraModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.path, trust_remote_code=recipe.model.trust_remote_code
-    )
+    tokenizer = load_tokenizer(recipe, source)
     rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
-    model = _load(recipe, source, plan, device)
+    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source, tokenizer))
     args = _training_arguments(recipe, model, stage, device)
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(
@@ -134,6 +135,7 @@ def _train(
         eval_dataset=rows["data.eval"].dataset if "data.eval" in rows else None,
         processing_class=tokenizer,
         check_every_steps=recipe.parallel.check_every_steps,
+        **{key: value for key, value in recipe.lora.items() if key.startswith("loraplus_")},
         callbacks=[
             MetricsCallback(
                 stage.folder / "metrics.jsonl",
@@ -174,18 +176,32 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
     return (rows.get("data.eval") or rows["data.train"]).dataset
 
 
-def _load(recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device) -> TploraModel:
+def _load(
+    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
+) -> TploraModel:
     options = _loading(recipe.model, source)
     quantization = build_quantization_config(recipe.quantization)
     if quantization is not None:
         options["quantization_config"] = quantization
     base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
+    seed: int = recipe.train.get("seed", SFTConfig.seed)
+    if setup.num_tokens is not None:
+        resize_tokens(base, setup.num_tokens, seed=seed)
     check_shards(base, plan)
-    trust = recipe.model.trust_remote_code
-    lora = build_lora_config(recipe.lora, base.config, trust_remote_code=trust)
+    lora = setup.lora
     lora.base_model_name_or_path = source.name
     lora.revision = None if source.is_local else recipe.model.revision
-    return attach_adapter(base, lora, seed=recipe.train.get("seed", SFTConfig.seed), plan=plan)
+    model = attach_adapter(
+        base,
+        lora,
+        seed=seed,
+        plan=plan,
+        autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
+    )
+    start = recipe.lora.get("adapter_name_or_path")
+    if start is not None:
+        load_factors(model, started_from(start))
+    return model
 
 
 def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
@@ -225,7 +241,8 @@ def _save(
         model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
         if model.plan.quantization is not None:
             model.card_facts["base held in"] = str(model.plan.quantization)
-    save_adapter(model, adapter)
+    dtype = recipe.export.adapter_dtype
+    save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if not stage.is_writer:
         return
     tokenizer.save_pretrained(adapter)

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer, TextStreamer
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
+from tplora.artifact.adapter_dir import read_adapter
 from tplora.base.load import load_base
+from tplora.base.resize import resize_tokens
 from tplora.mesh import current_processes, join_process_group, leave_process_group
 from tplora.run.base import find_base
 from tplora.run.folder import find_adapter
@@ -40,17 +42,18 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
     adapter = find_adapter(run)
     base = find_base(run, adapter)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
-    model = attach_adapter(
-        load_base(
-            base.path,
-            tp_size=tp_size,
-            device=device,
-            dtype=base.dtype,
-            revision=base.revision,
-            **base.options,
-        ),
-        LoraConfig.from_pretrained(str(adapter)),
+    model = load_base(
+        base.path,
+        tp_size=tp_size,
+        device=device,
+        dtype=base.dtype,
+        revision=base.revision,
+        **base.options,
     )
+    num_tokens = read_adapter(adapter).num_tokens
+    if num_tokens > model.get_input_embeddings().weight.shape[0]:
+        resize_tokens(model, num_tokens, seed=0)  # the adapter has the new rows
+    model = attach_adapter(model, LoraConfig.from_pretrained(str(adapter)))
     load_factors(model, adapter)
     model.eval()
     inputs = _encode(tokenizer, prompt).to(device)

@@ -3,15 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from transformers import AutoConfig, AutoTokenizer
 from trl import SFTConfig
 
 from tplora.base.source import resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
-from tplora.plan.lora import build_lora_config
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
+from tplora.run.vocabulary import load_tokenizer, set_up_adapter
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
 
@@ -36,16 +35,14 @@ def plan_recipe(
         PlanError: If it cannot be cut exactly.
     """
     source = resolve_model(recipe.model, recipe_folder=recipe.path.parent, progress=progress)
-    trust = recipe.model.trust_remote_code
-    config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
-    lora = build_lora_config(recipe.lora, config, trust_remote_code=trust)
+    setup = set_up_adapter(recipe, source, load_tokenizer(recipe, source))
     plan = build_plan(
-        config,
-        lora,
+        setup.config,
+        setup.lora,
         tp_size=tp_size,
         dtype=recipe.model.dtype,
         quantization=build_quantization_config(recipe.quantization),
-        trust_remote_code=trust,
+        trust_remote_code=recipe.model.trust_remote_code,
     )
     if recipe.export.merged and plan.quantization is not None and not recipe.quantization.is_asked:
         raise PlanError(
@@ -73,8 +70,7 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
     """
     folder = recipe.path.parent
     source = resolve_model(recipe.model, recipe_folder=folder)
-    trust = recipe.model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(recipe, source)
     named = {"data.train": recipe.data.train, "data.eval": recipe.data.eval}
     for key, spec in named.items():
         if spec is None:

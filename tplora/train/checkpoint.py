@@ -137,7 +137,7 @@ class ResumesAtAnySize:
 
     def _write_checkpoint(self: Any, folder: Path, factors: Any, state: Any) -> None:
         """One rank, no communication."""
-        write_adapter(self.model, folder, factors)
+        write_adapter(self.model, folder, factors, as_trained=True)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         if state:

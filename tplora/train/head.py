@@ -1,4 +1,4 @@
-"""trl's fused head, for a head that is cut over ranks and may carry an adapter.
+"""trl's fused head, for a head that is cut over ranks and may be trained or carry an adapter.
 
 trl's trainers call ``model(..., labels=..., fused_lm_head=True)`` and read per-token
 log-probabilities instead of logits. Its own implementation gathers the whole head weight on every
@@ -12,13 +12,12 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from trl.trainer.utils import FusedCausalLMOutput
 
-from tplora.adapter.linear import TploraLinear
 from tplora.collectives import replicate_input
 from tplora.plan.style import shard_range
 from tplora.train.loss import HeadSettings, LabelStatistics, label_statistics
+from tplora.train.projection import Projection, head_module
 from tplora.upstream import local_shard, tp_mesh, trl_fused_head_settings
 
 if TYPE_CHECKING:
@@ -107,17 +106,18 @@ def _head_statistics(
     model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor, settings: HeadSettings
 ) -> LabelStatistics:
     head = model.get_output_embeddings()
-    base = head.get_base_layer() if isinstance(head, TploraLinear) else head
-    mesh, vocab_size = tp_mesh(model), base.weight.shape[0]
-    is_cut = mesh is not None and local_shard(base.weight).shape[0] != vocab_size
+    weight = head_module(head).weight
+    assert isinstance(weight, torch.Tensor)
+    mesh, vocab_size = tp_mesh(model), weight.shape[0]
+    is_cut = mesh is not None and local_shard(weight).shape[0] != vocab_size
     start = 0
     if mesh is not None and is_cut:
         start, _ = shard_range(vocab_size, mesh.get_local_rank(), mesh.size())
         hidden = replicate_input(hidden, mesh.get_group())
-    inputs, parameters, project = _projection(head, base, hidden)
+    project = Projection.of(head, hidden)
     return label_statistics(
-        inputs,
-        parameters,
+        project.inputs,
+        project.parameters,
         labels,
         project,
         vocab_start=start,
@@ -129,36 +129,3 @@ def _head_statistics(
 
 def _group(mesh: DeviceMesh | None) -> Any:
     return None if mesh is None else mesh.get_group()
-
-
-def _projection(head: Any, base: Any, hidden: torch.Tensor) -> Any:
-    """Inputs, parameters and the product of the head, with its adapters if it has any.
-
-    The dropped input is made once, outside, so that computing a chunk again drops the same.
-    """
-    weight, bias = local_shard(base.weight), base.bias
-    frozen = (weight,) if bias is None else (weight, local_shard(bias))
-    adapters = _active_adapters(head)
-    dropped = tuple(
-        head.lora_dropout[name](hidden.to(head.factors[name][0].local().dtype)) for name in adapters
-    )
-    factors = tuple(f.local() for name in adapters for f in head.factors[name])
-    scalings = [head.scaling[name] for name in adapters]
-    num_inputs, num_frozen = 1 + len(dropped), len(frozen)
-
-    def project(*tensors: torch.Tensor) -> torch.Tensor:
-        rows, rest = tensors[:num_inputs], tensors[num_inputs:]
-        z = F.linear(rows[0], *rest[:num_frozen])
-        dtype = z.dtype
-        for k, scaling in enumerate(scalings):
-            a, b = rest[num_frozen + 2 * k : num_frozen + 2 * k + 2]
-            z = z + F.linear(F.linear(rows[1 + k], a), b) * scaling
-        return z.to(dtype)
-
-    return (hidden, *dropped), (*frozen, *factors), project
-
-
-def _active_adapters(head: Any) -> list[str]:
-    if not isinstance(head, TploraLinear) or head.disable_adapters or head.merged:
-        return []
-    return [name for name in head.active_adapters if name in head.factors]

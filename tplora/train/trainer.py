@@ -15,6 +15,7 @@ from trl import SFTTrainer
 from tplora.train.agreement import check_finite, check_same_batch, check_same_replicas
 from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.head import install_fused_head
+from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import trl_without_head_check
 
 if TYPE_CHECKING:
@@ -32,16 +33,38 @@ class TploraSFTTrainer(ResumesAtAnySize, SFTTrainer):  # type: ignore[misc]
         model: What ``attach_adapter`` returned.
         check_every_steps: Every how many optimizer steps replicas and batches are compared over
             the tp group; they always are before the first step.
+        loraplus_lr_ratio: LoRA+: B's learning rate over A's; every factor has the same when left
+            out.
+        loraplus_lr_embedding: LoRA+'s learning rate of embeddings' factors.
         kwargs: What SFTTrainer takes; ``args.parallelism_config`` is ``parallelism_config(model)``.
     """
 
-    def __init__(self, model: TploraModel, *, check_every_steps: int = 50, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: TploraModel,
+        *,
+        check_every_steps: int = 50,
+        loraplus_lr_ratio: float | None = None,
+        loraplus_lr_embedding: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._loraplus = loraplus_lr_ratio, loraplus_lr_embedding
         with trl_without_head_check(model.get_base_model()):
             super().__init__(model=model, **kwargs)
         install_fused_head(model.get_base_model())
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The trainer's, or LoRA+'s over the same one."""
+        ratio, lr_embedding = self._loraplus
+        if getattr(self, "optimizer", None) is None and ratio is not None:
+            self.optimizer: Any = create_loraplus_optimizer(
+                self.model, self.args, lr_ratio=ratio, lr_embedding=lr_embedding
+            )
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer
 
     @property
     def _tp_group(self) -> ProcessGroup | None:

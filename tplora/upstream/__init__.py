@@ -5,6 +5,7 @@ are used. When a new release moves one of these, this is the only folder that ch
 """
 
 from tplora.upstream.dtensor import (
+    copying_shards,
     local_shard,
     placement_of,
     queue_after_backward,
@@ -32,6 +33,12 @@ from tplora.upstream.peft_layers import (
     register_lora_layers,
     with_all_linear_named,
 )
+from tplora.upstream.peft_wrappers import (
+    building_token_layers,
+    embedding_name,
+    modules_saved_with_task,
+    names_tied_with_embedding,
+)
 from tplora.upstream.trainers import (
     CpuParallelismConfig,
     load_rng_file,
@@ -49,6 +56,9 @@ __all__ = [
     "auto_class",
     "auto_class_of",
     "build_meta_model",
+    "building_token_layers",
+    "copying_shards",
+    "embedding_name",
     "expanded_tp_plan",
     "experts_implementation",
     "grouped_mm",
@@ -56,6 +66,8 @@ __all__ = [
     "local_shard",
     "lora_alpha_of",
     "lora_rank_of",
+    "modules_saved_with_task",
+    "names_tied_with_embedding",
     "note_callback_states",
     "own_forward",
     "peft_moved_names",

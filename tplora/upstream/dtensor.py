@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
+    "copying_shards",
     "local_shard",
     "placement_of",
     "queue_after_backward",
@@ -50,3 +53,26 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     ``Variable._execution_engine.queue_callback`` (torch 2.11 to 2.14), as FSDP2 and DDP use it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def copying_shards() -> Iterator[None]:
+    """While open, ``copy.deepcopy`` of a DTensor parameter copies this rank's piece.
+
+    ``Tensor.__deepcopy__`` (torch 2.11 to 2.14) would copy the storage of the wrapper, which has
+    none.
+    """
+
+    def copy_shard(tensor: DTensor, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+        return copied
+
+    cls: Any = DTensor
+    cls.__deepcopy__ = copy_shard
+    try:
+        yield
+    finally:
+        del cls.__deepcopy__

@@ -73,8 +73,15 @@ def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool) -> Pr
     return model
 
 
-# What a loaded base really holds where transformers 5.24 says otherwise; see base/mends.py.
+# What a loaded base really holds where transformers 5.24 says otherwise; see base/mends.py. Norms
+# of cut heads have partial gradients, as the plans of all models but two say.
+_NORMS_OF_CUT_HEADS = {
+    f"model.layers.*.self_attn.{norm}": "replicated_with_grad_allreduce"
+    for norm in ("q_norm", "k_norm")
+}
 MENDED_STYLES = {
+    "doge": _NORMS_OF_CUT_HEADS,
+    "sarvam_moe": _NORMS_OF_CUT_HEADS,
     "inkling_text": {
         "model.embed_tokens": "replicate",
         "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",

@@ -20,9 +20,22 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-__all__ = ["peft_file_keys"]
+__all__ = ["adapter_file_key", "peft_file_keys"]
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def adapter_file_key(name: str, adapter_name: str) -> str:
+    """The key under which PEFT saves parameter ``name`` of one adapter, before any renaming.
+
+    ``_remove_adapter_name_from_key``, the renaming of DoRA's vector in ``LoraModel`` and
+    ``ModulesToSaveWrapper.adapter_state_dict`` (peft 0.21).
+    """
+    name = name.replace(f".modules_to_save.{adapter_name}.", ".")
+    magnitude = f".lora_magnitude_vector.{adapter_name}.weight"
+    if name.endswith(magnitude):
+        return name.removesuffix(magnitude) + ".lora_magnitude_vector"
+    return name.replace(f".{adapter_name}", "")
 
 
 def peft_file_keys(

@@ -1,0 +1,67 @@
+"""The keys of ``[lora]`` and ``[export]`` that tplora adds, through whole runs in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from tests.run.test_finetune import RECIPE, chat, metrics, tplora
+from tests.tiny import write_checkpoint
+from tests.train.tiny_tokenizer import tiny_tokenizer
+
+START = """
+[lora]
+adapter_name_or_path = "first"
+autocast_adapter_dtype = true
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    write_checkpoint("llama", folder / "base", vocab_size=512, max_position_embeddings=256)
+    tiny_tokenizer().save_pretrained(folder / "base")
+    recipe = RECIPE.replace("tp_size = 2", "tp_size = 1").replace("max_steps = 4", "max_steps = 2")
+    first = recipe.replace("r = 4", "r = 4\nuse_dora = true\nloraplus_lr_ratio = 4.0")
+    (folder / "first.toml").write_text(first)
+    before, rest = recipe.split("[lora]")
+    (folder / "second.toml").write_text(before + START + "[data]" + rest.split("[data]")[1])
+    (folder / "train.jsonl").write_text("\n".join(chat(n) for n in range(14)) + "\n")
+    (folder / "eval.jsonl").write_text("\n".join(chat(n) for n in range(20, 25)) + "\n")
+    argv = ["--output", "first", "--set", "export.adapter_dtype=bfloat16"]
+    done = tplora(folder, "finetune", "first.toml", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder
+
+
+def factors(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def test_the_adapter_is_written_in_the_dtype_asked_for_and_verified(place):
+    assert {factor.dtype for factor in factors(place / "first").values()} == {torch.bfloat16}
+    assert any(name.endswith("lora_magnitude_vector") for name in factors(place / "first"))
+    done = tplora(place, "verify", "first")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_a_run_starts_from_the_adapter_of_another(place):
+    done = tplora(place, "finetune", "second.toml", "--output", "second")
+    assert done.returncode == 0, done.stderr + done.stdout
+    here, before = metrics(place / "second"), metrics(place / "first")
+    assert here[0]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-3)
+    assert here[-1]["eval_loss"] < before[-1]["eval_loss"]
+    config = LoraConfig.from_pretrained(place / "second" / "adapter")
+    assert config.use_dora
+    assert config.r == 4
+    assert {factor.dtype for factor in factors(place / "second").values()} == {torch.float32}
+
+
+def test_what_the_adapter_brings_is_not_given_again(place):
+    argv = ["--set", "lora.r=8", "--set", "lora.adapter_name_or_path=nowhere"]
+    done = tplora(place, "check", "second.toml", *argv)
+    assert done.returncode == 1
+    assert "lora.r = 8 (--set): comes with the adapter that is started from" in done.stderr
+    assert "no such folder; name one that holds adapter_config.json" in done.stderr
