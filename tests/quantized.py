@@ -69,7 +69,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def lora_on(targets: str) -> LoraConfig:
-    """An adapter by a name of ``tests.models.TARGETS``, on attention, or on experts as well.
+    """An adapter by a name of ``tests.models.TARGETS``, or on attention and more.
 
     Of a mixture of experts plain PEFT takes "all-linear" for the experts, too.
     """
@@ -77,6 +77,9 @@ def lora_on(targets: str) -> LoraConfig:
         return lora(target_modules=ATTENTION)
     if targets == "experts":
         return lora(target_modules=ATTENTION, target_parameters=EXPERTS)
+    if targets == "beside":
+        beside = {"modules_to_save": ["lm_head"], "trainable_token_indices": [5, 9]}
+        return lora(target_modules=ATTENTION, **beside)
     return lora(targets)
 
 

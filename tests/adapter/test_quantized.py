@@ -127,6 +127,7 @@ def test_ten_steps_equal_plain_peft(world, recorded, method):
         (3, "phi3", "all-linear"),
         (2, "qwen3_moe", "experts"),
         (4, "qwen3", "all-linear"),
+        (2, "llama", "beside"),
     ],
 )
 def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
@@ -89,8 +90,11 @@ def _load_cut(
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
-    check_method(quantization_given(config))
-    with mended_while_loading(config, tp_size) as styles, quantizing_shards():
+    saved = quantization_given(config)
+    check_method(saved)
+    is_quantized = saved is not None or "quantization_config" in from_pretrained
+    reading = quantizing_shards() if is_quantized else contextlib.nullcontext()
+    with mended_while_loading(config, tp_size) as styles, reading:
         auto = model_class or auto_class(config)
         model: PreTrainedModel = auto.from_pretrained(
             path,

@@ -21,8 +21,8 @@ from tplora.upstream.quantization import (
     is_four_bit,
     is_quantized_linear,
     quantization_method,
-    quantized_by,
 )
+from tplora.upstream.quantized_loading import quantized_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

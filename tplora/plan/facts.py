@@ -13,7 +13,7 @@ from tplora.upstream import (
     experts_implementation,
     names_tied_with_embedding,
 )
-from tplora.upstream.quantization import full_linear_shape, is_quantized_linear
+from tplora.upstream.quantization import is_plain_linear, is_quantized_linear, weight_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -190,7 +190,7 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
     kind: Kind | None = None
     has_plain_forward = False
     if isinstance(module, nn.Linear):
-        kind, has_plain_forward = "linear", _is_plain_linear(module)
+        kind, has_plain_forward = "linear", is_plain_linear(module)
     elif isinstance(module, nn.Embedding):
         is_plain = type(module).forward is nn.Embedding.forward
         kind, has_plain_forward = "embedding", is_plain or hasattr(module, "embed_scale")
@@ -199,24 +199,10 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         type_name=type(module).__name__,
         kind=kind,
         style=style,
-        weight_shape=_weight_shape(module, "weight"),
+        weight_shape=weight_shape(module, "weight"),
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
     )
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether a linear only multiplies; one of bitsandbytes does, by a weight that it unpacks."""
-    return is_quantized_linear(module) or (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    )
-
-
-def _weight_shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
-    """In full, also of a quantised weight, whose own shape is another."""
-    if leaf == "weight" and is_quantized_linear(module):
-        return full_linear_shape(module)
-    return tuple(map(int, module.get_parameter(leaf).shape))
 
 
 def _part_facts(name: str, module: nn.Module, style: str | None) -> PartFacts:
@@ -271,7 +257,7 @@ def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[Paramet
             found.append(
                 ParameterFacts(
                     name=name,
-                    shape=_weight_shape(module, leaf),
+                    shape=weight_shape(module, leaf),
                     style=styles.get(name),
                     module_style=styles.get(module_name),
                     role="head" if module is head else _role(module_name, module, leaf, parameter),
@@ -299,6 +285,6 @@ def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Paramete
 
 def _is_router(last: str, module: nn.Module) -> bool:
     """Whether a module chooses experts: a class of its own, whose forward returns the choice."""
-    return not _is_plain_linear(module) and (
+    return not is_plain_linear(module) and (
         last in ("gate", "router") or "router" in type(module).__name__.lower()
     )

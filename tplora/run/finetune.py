@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.model import TploraModel
     from tplora.plan.build import Plan
-    from tplora.recipe.schema import ModelTable, Recipe
+    from tplora.recipe.schema import Recipe
     from tplora.train.data import TokenizedRows
 
 __all__ = ["run_finetune"]
@@ -179,10 +179,7 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
 def _load(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
 ) -> TploraModel:
-    options = _loading(recipe.model, source)
-    quantization = build_quantization_config(recipe.quantization)
-    if quantization is not None:
-        options["quantization_config"] = quantization
+    options = _loading(recipe, source)
     base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
     seed: int = recipe.train.get("seed", SFTConfig.seed)
     if setup.num_tokens is not None:
@@ -204,13 +201,14 @@ def _load(
     return model
 
 
-def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
+def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` that the recipe gives and the source has not settled."""
     names = ["dtype", "trust_remote_code", "attn_implementation", "subfolder"]
     if not source.is_local:
         names += ["revision", "cache_dir", "local_files_only"]
-    given = model.model_dump(include=set(names), exclude_none=True)
-    return {name: value for name, value in given.items() if name in names}
+    given = recipe.model.model_dump(include=set(names), exclude_none=True)
+    quantization = build_quantization_config(recipe.quantization)
+    return given if quantization is None else given | {"quantization_config": quantization}
 
 
 def _training_arguments(
