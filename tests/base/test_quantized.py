@@ -25,7 +25,7 @@ from tplora.base import load, quantized_shard
 from tplora.base.cut import Cut
 from tplora.base.load import load_base
 from tplora.base.verify import check_against_checkpoint
-from tplora.errors import ShardError
+from tplora.errors import ShardError, SourceError
 from tplora.upstream import tp_mesh
 
 pytestmark = pytest.mark.world
@@ -211,3 +211,15 @@ def _none_is_what_the_checkpoint_says(path):
 
 def test_no_quantization_given_is_what_the_checkpoint_says(alone, saved):
     alone.run(_none_is_what_the_checkpoint_says, saved("llama", "nf4"))
+
+
+def _is_damaged(path):
+    with pytest.raises(SourceError, match="a file of its weights is damaged .*; get it again"):
+        load_pieces(path, "nf4")
+
+
+def test_a_checkpoint_that_is_cut_short_is_one_error(world2, saved, tmp_path):
+    shutil.copytree(saved("llama"), tmp_path / "short")
+    file = tmp_path / "short" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    world2.run(_is_damaged, str(tmp_path / "short"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
@@ -17,7 +18,7 @@ from tplora.base.quantized import (
 )
 from tplora.base.quantized_product import hold_exact
 from tplora.base.verify import check_against_checkpoint
-from tplora.errors import ShardError
+from tplora.errors import ShardError, SourceError
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
 from tplora.upstream.quantization import is_quantized_linear, quantization_given
 
@@ -54,6 +55,7 @@ def load_base(
     Raises:
         ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
             what the ranks hold is not what the checkpoint holds.
+        SourceError: If a file of the weights is damaged, such as cut short.
     """
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
@@ -62,11 +64,16 @@ def load_base(
         )
     if from_pretrained.get("quantization_config", ()) is None:
         del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
-    if tp_size > 1:
-        model = _load_cut(path, tp_size, model_class, from_pretrained)
-    else:
-        auto = model_class or auto_class_of(path, **from_pretrained)
-        model = _load_whole(path, auto, device, from_pretrained)
+    try:
+        if tp_size > 1:
+            model = _load_cut(path, tp_size, model_class, from_pretrained)
+        else:
+            auto = model_class or auto_class_of(path, **from_pretrained)
+            model = _load_whole(path, auto, device, from_pretrained)
+    except SafetensorError as error:
+        raise SourceError(
+            f"{path}: a file of its weights is damaged ({error}); get it again"
+        ) from error
     model.requires_grad_(requires_grad=False)
     return model
 
