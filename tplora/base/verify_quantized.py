@@ -101,8 +101,9 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 def _is_in_packed(codes: torch.Tensor, packed: torch.Tensor) -> bool:
     """Whether the first rows, or the first columns, of a packed weight are these."""
     there = _unpack(packed)
-    if len(there) < codes.numel() or len(there) % len(codes):
-        return False
     if torch.equal(there[: codes.numel()], codes.flatten()):
         return True
-    return torch.equal(there.view(len(codes), -1)[:, : codes.shape[1]], codes)
+    rows, columns = codes.shape
+    if len(there) % rows or len(there) // rows < columns:
+        return False
+    return torch.equal(there.view(rows, -1)[:, :columns], codes)

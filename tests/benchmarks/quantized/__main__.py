@@ -8,14 +8,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks.quantized.measure import Size, compare, write_base
+from tests.benchmarks.quantized.measure import SAVED, Size, compare, write_base, write_quantized
 
 RECORDS = Path(__file__).with_name("records.jsonl")
-METHODS = (
-    "nf4",
-    "nf4-double",
-    "int8",
-)
+METHODS = ("nf4", "nf4-double", "int8")
+SMALL = Size(hidden=384, ffn=384, layers=1, vocab=64)
 
 
 def main() -> None:
@@ -25,9 +22,11 @@ def main() -> None:
     records = []
     with tempfile.TemporaryDirectory() as folder:
         path = write_base(Size(), Path(folder) / "base")
-        warm = write_base(Size(hidden=384, ffn=384, layers=1, vocab=64), Path(folder) / "warm")
+        warm = write_base(SMALL, Path(folder) / "warm")
+        saved = [write_quantized(one, Path(f"{one}-saved")) for one in (path, warm)]
         for tp_size in (2, 3):
             records += compare(Size(), path, warm, tp_size, METHODS)
+            records += compare(Size(), *saved, tp_size, [SAVED])
     for one in records:
         peak, limit, held = (one[key] / 2**20 for key in ("peak_bytes", "bound", "held"))
         shown = (f"{n:.1f}" for n in (peak, limit, held))

@@ -21,6 +21,8 @@ from tplora.upstream import build_meta_model, local_shard
 from tplora.upstream.quantization import is_quantized_linear
 
 INTERVAL_S = 0.001
+SAVED = "nf4-double, saved"
+"""A checkpoint that transformers has quantised and written."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ class Size:
 def write_base(size: Size, folder: Path) -> str:
     model = AutoModelForCausalLM.from_config(size.config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    return str(folder)
+
+
+def write_quantized(path: str, folder: Path) -> str:
+    whole = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.bfloat16,
+        quantization_config=quantization("nf4-double"),
+        device_map={"": "cpu"},
+    )
+    whole.save_pretrained(folder)
     return str(folder)
 
 
@@ -90,7 +103,7 @@ def _own_bytes() -> int:
 
 def load_and_measure(path: str, warm_path: str, method: str) -> dict[str, object]:
     """On every rank: the peak while ``path`` loads, and what is held afterwards."""
-    given = {} if method == "bfloat16" else {"quantization_config": quantization(method)}
+    given = {} if method == SAVED else {"quantization_config": quantization(method)}
     options = {"tp_size": world_size(), "dtype": torch.bfloat16}
     load_base(warm_path, **options, **given)  # imports, kernels, the mesh
     gc.collect()
@@ -117,7 +130,7 @@ def bound(size: Size, method: str, tp_size: int) -> dict[str, int]:
         LoraConfig(target_modules=["q_proj"]),
         tp_size=tp_size,
         base_dtype="bfloat16",
-        quantization=None if method == "bfloat16" else quantization(method),
+        quantization=quantization("nf4-double" if method == SAVED else method),
     )
     held = base_bytes(plan, 0, bytes_per_element=2)
     return {"held": held, "bound": held + loading_bytes(plan, 0, bytes_per_element=2)}
