@@ -61,6 +61,7 @@ def _pieces_are_those_of_the_whole(path, source, methods, whole_method=None):
             cut, found = cut_of(module), values_of(module)
             wanted = cut.piece_of(values_of(whole[name]))
             assert torch.equal(found, wanted), f"{method}: {name}"
+            assert module.weight.untyped_storage().nbytes() == module.weight.nbytes, name
             assert not isinstance(module.weight, DTensor)
             cut_dims.add(cut.dim)
         assert cut_dims >= {0, 1}

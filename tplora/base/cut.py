@@ -51,10 +51,14 @@ class Cut:
         return width % (pieces * block_size) == 0
 
     def piece_of(self, full: torch.Tensor, *, per: int = 1) -> torch.Tensor:
-        """The piece ``[O/P, I / per]`` or ``[O, I/P / per]`` of a full tensor ``[O, I / per]``."""
+        """The piece ``[O/P, I / per]`` or ``[O, I/P / per]`` of a full tensor ``[O, I / per]``.
+
+        A copy: a view would keep the full tensor.
+        """
         rows, columns = self.ranges
         table = full.reshape(self.shape[0], self.shape[1] // per)
-        return table[rows, columns.start // per : columns.stop // per].contiguous()
+        piece = table[rows, columns.start // per : columns.stop // per]
+        return piece.clone(memory_format=torch.contiguous_format)
 
     def gather(self, piece: torch.Tensor, *, per: int = 1) -> torch.Tensor:
         """What ``piece_of`` undoes. Collective where W is cut: one all-gather."""

@@ -147,7 +147,7 @@ def _cut_four_bit(module: nn.Module, held: Mapping[str, torch.Tensor], cut: Cut)
 
 def _cut_eight_bit(held: Mapping[str, torch.Tensor], cut: Cut) -> nn.Parameter:
     """The int8 matrix was read by slices, like any other weight."""
-    values, scales = held["weight"].contiguous(), held["SCB"]
+    values, scales = held["weight"].clone(memory_format=torch.contiguous_format), held["SCB"]
     if tuple(values.shape) != cut.local_shape or values.dtype != torch.int8:
         raise ValueError(f"holds {list(values.shape)} in {values.dtype}")
     scales = scales.flatten()[cut.ranges[0]].clone()
