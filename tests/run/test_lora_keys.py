@@ -59,6 +59,28 @@ def test_a_run_starts_from_the_adapter_of_another(place):
     assert {factor.dtype for factor in factors(place / "second").values()} == {torch.float32}
 
 
+def test_activated_lora_runs_without_checkpointing_and_is_not_merged(place):
+    argv = ["--set", "lora.use_dora=false", "--set", "lora.alora_invocation_tokens=[2]"]
+    done = tplora(place, "finetune", "first.toml", "--output", "activated", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "--merged" not in done.stdout
+    argv += ["--set", "train.activation_checkpointing=true", "--set", "export.merged=true"]
+    done = tplora(place, "plan", "first.toml", *argv)
+    assert done.returncode == 1
+    assert "peft does not run aLoRA with it" in done.stderr
+    assert "alora_invocation_tokens cannot be merged into files" in done.stderr
+
+
+def test_a_learning_rate_that_nothing_reads_is_refused(place):
+    argv = ["--set", "lora.loraplus_lr_embedding=1e-5", "--set", "lora.loraplus_lr_ratio=2"]
+    assert tplora(place, "check", "first.toml", *argv).returncode == 0
+    text = (place / "first.toml").read_text().replace("loraplus_lr_ratio = 4.0", "")
+    (place / "third.toml").write_text(text)
+    done = tplora(place, "check", "third.toml", *argv[:2])
+    assert done.returncode == 1
+    assert "has no effect without loraplus_lr_ratio" in done.stderr
+
+
 def test_what_the_adapter_brings_is_not_given_again(place):
     argv = ["--set", "lora.r=8", "--set", "lora.adapter_name_or_path=nowhere"]
     done = tplora(place, "check", "second.toml", *argv)

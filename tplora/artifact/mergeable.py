@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import MISSING, Field
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
@@ -9,7 +10,7 @@ from peft import LoraConfig
 from tplora.artifact.adapter_dir import AdapterFiles
 from tplora.errors import ArtifactError
 
-__all__ = ["check_mergeable", "name_mismatch"]
+__all__ = ["can_merge_into", "check_mergeable", "name_mismatch", "unmergeable_field"]
 
 # Used in the merge, or without influence on what the adapter computes once it is trained.
 _UNDERSTOOD = {
@@ -22,6 +23,20 @@ _UNDERSTOOD = {
 }  # fmt: skip
 # The other ways to initialise change the base's weights as well (PiSSA, OLoRA, LoftQ, CorDA ...).
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
+
+
+_NEVER = ("use_bdlora", "alora_invocation_tokens", "kasa_config")
+
+
+def unmergeable_field(config: LoraConfig) -> str | None:
+    """The field for which no adapter of ``config`` can be merged into files, or None."""
+    return next((name for name in _NEVER if getattr(config, name)), None)
+
+
+def can_merge_into(target: Path, adapter: Path) -> bool:
+    """Whether a merge would have something to do, and its adapter is of a kind that can be."""
+    config = LoraConfig.from_pretrained(str(adapter))
+    return not target.exists() and unmergeable_field(config) is None
 
 
 def check_mergeable(adapter: AdapterFiles) -> None:
@@ -39,7 +54,7 @@ def check_mergeable(adapter: AdapterFiles) -> None:
         if not is_plain:
             raise ArtifactError(
                 f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged "
-                "into files; merge the live model with merge_adapter, or use the adapter unmerged"
+                "into files; use the adapter unmerged"
             )
     stacked = [pair.module for pair in adapter.pairs if pair.num_matrices > 1]
     if stacked:

@@ -21,7 +21,7 @@ from tplora.plan.initial import (
 )
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
-from tplora.plan.options import option_problem, wanted_extras
+from tplora.plan.options import find_option_problems, option_problem, wanted_extras
 from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
     QuantizationPlan,
@@ -165,7 +165,7 @@ def plan_layers(
     problems: list[str],
 ) -> tuple[LayerPlan, ...]:
     """Plan each weight of ``targets``; raise all of ``problems`` and those found here together."""
-    problems += find_config_problems(lora) or find_init_problems(lora)
+    problems += _config_problems(facts, lora, targets)
     modules = {module.name: module for module in facts.modules}
     parameters = {parameter.name: parameter for parameter in facts.parameters}
     layers = []
@@ -195,6 +195,15 @@ def plan_layers(
     if problems:
         raise PlanError(problems)
     return tuple(layers)
+
+
+def _config_problems(facts: ModelFacts, lora: LoraConfig, targets: Targets) -> list[str]:
+    """What is wrong with the config as a whole, whatever it adapts."""
+    problems = find_config_problems(lora) or find_init_problems(lora)
+    if problems or lora.inference_mode:  # a saved adapter's patterns may name it another way
+        return problems
+    names = (*targets.modules, *targets.parameters)
+    return find_option_problems(lora, names, vocab_size=facts.vocab_size)
 
 
 def _option_problem(facts: ModelFacts, lora: LoraConfig, module: ModuleFacts) -> str | None:

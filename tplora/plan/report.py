@@ -33,7 +33,9 @@ def render_plan(plan: Plan) -> RenderableType:
     A cut dim is written ``576/3``: 576 in full, a third of it on each rank.
     """
     groups, trained = _grouped(plan.layers), _grouped_trained(plan.trained)
-    common = _common_prefix([*groups, *trained])
+    names = [*groups, *trained]
+    inner = [name for name in names if ".*." in name]  # the rest, such as a head, is named in full
+    common = _common_prefix(inner if len(inner) > 1 else names)
     table = Table(
         title=f"{plan.class_name} over tp_size {plan.tp_size}, adapters in {common or 'the model'}",
         title_justify="left",

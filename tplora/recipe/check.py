@@ -57,6 +57,7 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     if "quantization" in tables:
         yield from find_quantization_problems(_table(tables, "quantization"), places)
     yield from _source_problems(_table(tables, "model"), places)
+    yield from _loraplus_problems(lora, places)
     yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)
     yield from _eval_problems(_table(tables, "data"), train, places)
@@ -142,6 +143,13 @@ def _source_problems(model: Mapping[str, Any], places: Places) -> Iterator[str]:
         yield say_problem(["model", "sha256"], message, places=places, value=sha256)
     if Path(source).is_absolute() and not Path(source).exists():
         yield say_problem(path, _say_missing(Path(source)), places=places, value=source)
+
+
+def _loraplus_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
+    if "loraplus_lr_embedding" in lora and "loraplus_lr_ratio" not in lora:
+        message = "has no effect without loraplus_lr_ratio; give both"
+        value = lora["loraplus_lr_embedding"]
+        yield say_problem(["lora", "loraplus_lr_embedding"], message, places=places, value=value)
 
 
 def _token_problems(

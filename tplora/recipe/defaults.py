@@ -16,12 +16,13 @@ def fill_defaults(recipe: Recipe) -> Recipe:
       for "steps" or "epoch".
     - ``bf16`` is off: trl's default is autocast wherever fp16 is off, and it refuses to start on a
       CPU. The base's dtype is ``model.dtype``.
-    - ``activation_checkpointing`` is on, as in trl, under the name that is not deprecated.
+    - ``activation_checkpointing`` is on, as in trl, under the name that is not deprecated; off for
+      aLoRA, which peft does not run with it.
     - Rows to evaluate on are evaluated on: before the first step and at the end of each epoch.
     """
     lora = {"task_type": "CAUSAL_LM", **recipe.lora}
     train = {"save_strategy": "no", "bf16": False} | _rename_checkpointing(recipe.train)
-    train.setdefault("activation_checkpointing", True)
+    train.setdefault("activation_checkpointing", not lora.get("alora_invocation_tokens"))
     if recipe.data.eval is not None and "eval_strategy" not in train:
         train = {"eval_strategy": "epoch", "eval_on_start": True} | train
     return dataclasses.replace(recipe, lora=lora, train=train)

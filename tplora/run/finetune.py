@@ -20,6 +20,7 @@ from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
 from tplora.adapter.save import save_adapter
 from tplora.artifact.merge import merge_adapter
+from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.base.load import check_shards, load_base
@@ -278,7 +279,7 @@ def _finish(
         adapter=folder / "adapter",
         first_eval_loss=losses[0] if losses else None,
         last_eval_loss=losses[-1] if losses else None,
-        can_merge=not plan.has_experts,
+        can_merge=not plan.has_experts and can_merge_into(folder / "merged", folder / "adapter"),
         verified_difference=None if report is None else report.max_abs_diff,
     )
 

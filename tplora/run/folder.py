@@ -21,11 +21,13 @@ LOGS = "logs"
 PROBE = "probe.safetensors"
 """What the trained model said, for verify to compare with."""
 
+# What a killed run left in the making; the adapter of a checkpoint is written aside once more.
+_ASIDE = (".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter-*")
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, "merged", LOGS, ".checkpoint-*.aside-*")  # fmt: skip
+        "log.txt", PROBE, "merged", LOGS, *_ASIDE)  # fmt: skip
 # Of these, what is written once training is over; and what a killed run left in the making.
-_END = ("adapter", "loss.png", PROBE, "merged", ".checkpoint-*.aside-*")
+_END = ("adapter", "loss.png", PROBE, "merged", *_ASIDE)
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 
 from trl import SFTConfig
 
+from tplora.artifact.mergeable import unmergeable_field
 from tplora.base.source import resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
-from tplora.run.vocabulary import load_tokenizer, set_up_adapter
+from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
 
@@ -52,6 +53,9 @@ def plan_recipe(
                 "model and quantise it with [quantization]"
             ]
         )
+    problems = [*_checkpointing_problems(recipe, setup), *_merge_problems(recipe, setup)]
+    if problems:
+        raise PlanError(problems)
     if recipe.export.merged and plan.has_experts:
         raise PlanError(
             [
@@ -60,6 +64,25 @@ def plan_recipe(
             ]
         )
     return plan
+
+
+def _checkpointing_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
+    if setup.lora.alora_invocation_tokens and recipe.train.get("activation_checkpointing", True):
+        return [
+            "train.activation_checkpointing = true: peft does not run aLoRA with it; set "
+            "train.activation_checkpointing = false"
+        ]
+    return []
+
+
+def _merge_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
+    field = unmergeable_field(setup.lora)
+    if field is None or not recipe.export.merged:
+        return []
+    return [
+        f"export.merged = true: an adapter with {field} cannot be merged into files; set "
+        "export.merged = false and use the adapter"
+    ]
 
 
 def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:

@@ -16,6 +16,7 @@ __all__ = [
     "adapter_target_names",
     "lora_alpha_of",
     "lora_rank_of",
+    "matches_pattern",
     "peft_moved_names",
     "peft_refusal",
     "peft_without_moved_names",
@@ -138,6 +139,16 @@ def lora_rank_of(config: LoraConfig, name: str) -> int:
     key = get_pattern_key(config.rank_pattern.keys(), name)
     r: int = config.rank_pattern.get(key, config.r)
     return r
+
+
+def matches_pattern(pattern: str, name: str) -> bool:
+    """Whether a key of ``rank_pattern`` or ``alpha_pattern`` means module ``name``.
+
+    ``get_pattern_key`` (peft 0.21, utils/other.py).
+    """
+    from peft.utils.other import get_pattern_key
+
+    return bool(get_pattern_key([pattern], name) == pattern)
 
 
 def lora_alpha_of(config: LoraConfig, name: str) -> int:
