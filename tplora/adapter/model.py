@@ -16,6 +16,7 @@ from peft import (
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
@@ -56,7 +57,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         config: PEFT's config, used as it is.
         plan: The plan that was made for both.
         seed: Where the factors and the dropout masks come from.
-        data_rank: This tp group's place on the data axes.
+        data_rank: This tp group's place on the data axes; the mesh says it when left out.
         kwargs: What PEFT's own constructor takes.
     """
 
@@ -67,11 +68,12 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         *,
         plan: Plan,
         seed: int,
-        data_rank: int = 0,
+        data_rank: int | None = None,
         **kwargs: Any,
     ) -> None:
         mesh = tp_mesh(model)
-        shared_input = SharedInput(None if mesh is None else mesh.get_group())
+        is_cut = mesh is not None and mesh.size() > 1
+        shared_input = SharedInput(mesh.get_group() if mesh is not None and is_cut else None)
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
         with (
@@ -82,10 +84,15 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
-        self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
+        self.data = data_axis(model, tp_size=plan.tp_size)
+        self.sync = (
+            None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
+        )
         self._shared_input = shared_input
         self._beside: dict[str, dict[str, Factor]] = {}
         self._take_factors("default", plan.layers, plan.trained)
+        if data_rank is None:
+            data_rank = 0 if self.data is None else self.data.rank
         self._watch_root(ForwardSeed(seed, data_rank))
 
     def _take_factors(
@@ -193,6 +200,11 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             for factor in module.factors.get(adapter_name, {}).values()
         }
         return dict(sorted((found | self._beside.get(adapter_name, {})).items()))
+
+    def floating_point_ops(self, *args: Any, **kwargs: Any) -> float:
+        """This rank's share of the model's; trainers add up those of all ranks."""
+        total: float = self.get_base_model().floating_point_ops(*args, **kwargs)
+        return total / self.plan.tp_size
 
     def _get_kasa_loss(self, adapter_names: str | Sequence[str] | None = None) -> Any:
         """PEFT's: what KaSA adds to the loss, on cut factors. Collective where one is cut."""

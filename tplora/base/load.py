@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
 from tplora.base.mends import mend_loaded, mended_while_loading
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
+from tplora.mesh import current_processes
+from tplora.plan.axes import Axes
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
+from tplora.upstream.axes import make_replicas, placed_on_axes
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,7 @@ def load_base(
     path: str,
     *,
     tp_size: int,
+    dp_replicate_size: int = 1,
     device: torch.device | None = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
@@ -36,34 +41,44 @@ def load_base(
     Args:
         path: What ``from_pretrained`` takes.
         tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
+        dp_replicate_size: Copies of the model, each over its own tp group and trained on its own
+            rows. The world is the product of both.
         device: Where a model of one process goes; ranks of a group use their own device.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
+        LaunchError: If the world is not the sizes' product.
         ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
             what the ranks hold is not what the checkpoint holds.
     """
+    axes = Axes(tp_size=tp_size, dp_replicate_size=dp_replicate_size)
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
             f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the "
             "weights itself; leave device_map out"
         )
+    if axes.world_size > 1:
+        is_in_world = dist.is_initialized()
+        axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
     if tp_size > 1:
-        model = _load_cut(path, tp_size, from_pretrained)
+        model = _load_cut(path, axes, from_pretrained)
     else:
         auto = auto_class_of(path, **from_pretrained)
         model = auto.from_pretrained(path, **from_pretrained)
         if device is not None:
             model.to(device)
+    if axes.dp_replicate_size > 1:
+        make_replicas(model, axes)
     model.requires_grad_(requires_grad=False)
     return model
 
 
-def _load_cut(path: str, tp_size: int, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+def _load_cut(path: str, axes: Axes, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+    tp_size = axes.tp_size
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
-    with mended_while_loading(config, tp_size) as styles:
+    with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes):
         model: PreTrainedModel = auto_class(config).from_pretrained(
             path,
             distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),

@@ -51,9 +51,10 @@ class ParallelTable(_Table):
     """``[parallel]``: the mesh, in the words of ``DistributedConfig``."""
 
     tp_size: AtLeastOne | Literal["auto"] = "auto"
-    """Processes that share each layer; "auto" is every device there is."""
+    """Processes that share each layer; "auto" is every device there is, shared by the copies."""
     fsdp_size: Literal[1] = 1
-    dp_replicate_size: Literal[1] = 1
+    dp_replicate_size: AtLeastOne = 1
+    """Copies of the model, each over tp_size processes and trained on its own rows."""
     check_every_steps: AtLeastOne = 50
     """Every how many optimizer steps the ranks' copies of each factor are compared."""
 

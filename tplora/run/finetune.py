@@ -28,6 +28,7 @@ from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
+from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
 from tplora.plan.report import plan_text
 from tplora.run.folder import PROBE, drop_the_end
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tplora.adapter.model import TploraModel
+    from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
     from tplora.recipe.schema import ModelTable, Recipe
     from tplora.train.data import TokenizedRows
@@ -60,7 +62,8 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
     Args:
         recipe: A checked recipe.
         folder: The run's folder, cleared or new; of a run that is resumed, as it was left.
-        resume: Whether to go on from the folder's last whole checkpoint, at any tp_size.
+        resume: Whether to go on from the folder's last whole checkpoint, over any
+            axes.
 
     Raises:
         TploraError: Whatever stops the run, on every rank; nothing half-written is left.
@@ -70,8 +73,9 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
     try:
         with _Stage(folder, is_writer=processes.rank == 0, resume=resume) as stage:
             source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
-            plan = plan_recipe(recipe, tp_size=processes.world_size)
-            _write_intent(stage, recipe, plan)
+            axes = fill_world(processes.world_size, recipe.parallel)
+            plan = plan_recipe(recipe, tp_size=axes.tp_size)
+            _write_intent(stage, recipe, plan, axes)
             trained, tokenizer = _train(recipe, source, plan, device, stage)
             _save(recipe, trained, tokenizer, stage)
             dtype = trained.get_base_model().dtype
@@ -108,12 +112,12 @@ class _Stage(ExitStack):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
+def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None:
     if stage.is_writer:
         if stage.resume:
             drop_the_end(stage.folder)
         write_text_aside(stage.folder / "recipe.toml", recipe.to_toml(), overwrite=True)
-        write_text_aside(stage.folder / "plan.txt", plan_text(plan), overwrite=True)
+        write_text_aside(stage.folder / "plan.txt", plan_text(plan, axes), overwrite=True)
 
 
 def _train(
@@ -179,7 +183,11 @@ def _load(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
 ) -> TploraModel:
     base = load_base(
-        source.path, tp_size=plan.tp_size, device=device, **_loading(recipe.model, source)
+        source.path,
+        tp_size=plan.tp_size,
+        dp_replicate_size=recipe.parallel.dp_replicate_size,
+        device=device,
+        **_loading(recipe.model, source),
     )
     seed: int = recipe.train.get("seed", SFTConfig.seed)
     if setup.num_tokens is not None:
