@@ -124,7 +124,7 @@ def test_text_that_is_no_toml_names_file_and_line(tmp_path: Path) -> None:
         ("parallel", "tp_size = true", 'needs a whole number of 1 or more, or "auto"'),
         ("parallel", "tp_size = 0", 'needs a whole number of 1 or more, or "auto"'),
         ("parallel", 'tp_size = "all"', 'needs a whole number of 1 or more, or "auto"'),
-        ("parallel", "fsdp_size = 2", "only 1 is supported for now"),
+        ("parallel", "fsdp_size = 0", "needs a whole number of 1 or more"),
         ("parallel", "dp_replicate_size = 0", "needs a whole number of 1 or more"),
         ("parallel", "dp_shard_size = 2", "transformers calls it fsdp_size"),
         ("parallel", "pp_size = 2", "not supported yet"),

@@ -21,6 +21,7 @@ from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
+from tplora.adapter.sharded_base import check_sharded_base
 from tplora.adapter.tokens import TploraTokens
 from tplora.adapter.trained import building_trained, cut_trained
 from tplora.adapter.variants.singular import SingularValues
@@ -31,6 +32,7 @@ from tplora.plan.build import Plan, plan_layers
 from tplora.plan.initial import alone_problem, changes_base
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import auto_class, tp_mesh
+from tplora.upstream.fsdp import enter_through_hooks, is_sharded_over_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +76,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         mesh = tp_mesh(model)
         is_cut = mesh is not None and mesh.size() > 1
         shared_input = SharedInput(mesh.get_group() if mesh is not None and is_cut else None)
+        check_sharded_base(model, config, plan.layers, plan.trained)
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
         with (
@@ -93,6 +96,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self._take_factors("default", plan.layers, plan.trained)
         if data_rank is None:
             data_rank = 0 if self.data is None else self.data.rank
+        if is_sharded_over_data(model):
+            enter_through_hooks(self.base_model, model)
         self._watch_root(ForwardSeed(seed, data_rank))
 
     def _take_factors(
@@ -128,6 +133,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             )
         if problems:
             raise PlanError(problems)
+        check_sharded_base(base, peft_config, layers, trained)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)
         config = attach_config(peft_config, layers)
@@ -200,11 +206,6 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             for factor in module.factors.get(adapter_name, {}).values()
         }
         return dict(sorted((found | self._beside.get(adapter_name, {})).items()))
-
-    def floating_point_ops(self, *args: Any, **kwargs: Any) -> float:
-        """This rank's share of the model's; trainers add up those of all ranks."""
-        total: float = self.get_base_model().floating_point_ops(*args, **kwargs)
-        return total / self.plan.tp_size
 
     def _get_kasa_loss(self, adapter_names: str | Sequence[str] | None = None) -> Any:
         """PEFT's: what KaSA adds to the loss, on cut factors. Collective where one is cut."""

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
-from tplora.base.mends import mend_loaded, mended_while_loading
+from tplora.base.mends import check_needs_no_mend, mend_loaded, mended_while_loading
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
 from tplora.mesh import current_processes
 from tplora.plan.axes import Axes
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
 from tplora.upstream.axes import make_replicas, placed_on_axes
+from tplora.upstream.fsdp import is_piece_over_data, tp_placement
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ def load_base(
     path: str,
     *,
     tp_size: int,
+    fsdp_size: int = 1,
     dp_replicate_size: int = 1,
     device: torch.device | None = None,
     **from_pretrained: Any,
@@ -41,8 +43,9 @@ def load_base(
     Args:
         path: What ``from_pretrained`` takes.
         tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
-        dp_replicate_size: Copies of the model, each over its own tp group and trained on its own
-            rows. The world is the product of both.
+        fsdp_size: Ranks that share the pieces of each layer, and gather them as it runs.
+        dp_replicate_size: Copies of the model. The world is the product of the three; tp ranks get
+            the same rows, others other ones.
         device: Where a model of one process goes; ranks of a group use their own device.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
@@ -51,7 +54,7 @@ def load_base(
         ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
             what the ranks hold is not what the checkpoint holds.
     """
-    axes = Axes(tp_size=tp_size, dp_replicate_size=dp_replicate_size)
+    axes = Axes(tp_size=tp_size, fsdp_size=fsdp_size, dp_replicate_size=dp_replicate_size)
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
             f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the "
@@ -60,7 +63,7 @@ def load_base(
     if axes.world_size > 1:
         is_in_world = dist.is_initialized()
         axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
-    if tp_size > 1:
+    if tp_size > 1 or fsdp_size > 1:
         model = _load_cut(path, axes, from_pretrained)
     else:
         auto = auto_class_of(path, **from_pretrained)
@@ -78,10 +81,14 @@ def _load_cut(path: str, axes: Axes, from_pretrained: dict[str, Any]) -> PreTrai
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
+    if axes.fsdp_size > 1:
+        check_needs_no_mend(config, tp_size)
     with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes):
         model: PreTrainedModel = auto_class(config).from_pretrained(
             path,
-            distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
+            distributed_config=DistributedConfig(
+                tp_size=tp_size, fsdp_size=axes.fsdp_size, tp_plan=styles or None
+            ),
             **from_pretrained,
         )
     mesh = tp_mesh(model)
@@ -113,6 +120,9 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
 def _check_weight(
     plan: TensorPlan, style: str | None, name: str, weight: torch.Tensor, tp_size: int
 ) -> None:
+    is_shared = is_piece_over_data(weight) and tuple(weight.shape) == plan.shape
+    if is_shared and _is_cut_as(weight, plan):
+        return  # of which piece of the piece this rank keeps, the plan says nothing
     tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
     planned = plan.shard_shape(tp_rank, tp_size)
     found = tuple(local_shard(weight).shape)
@@ -129,7 +139,7 @@ def _check_weight(
 def _is_cut_as(weight: torch.Tensor, plan: TensorPlan) -> bool:
     if not isinstance(weight, DTensor):
         return plan.shard_dim is None
-    found = weight.placements[-1]
+    found = tp_placement(weight)
     if plan.shard_dim is None:
         return bool(found.is_replicate())
     placement = placement_of(plan.shard_dim, plan.split_factor)

@@ -80,6 +80,19 @@ def mended_while_loading(config: PretrainedConfig, tp_size: int) -> Iterator[dic
         yield dict(styles)
 
 
+def check_needs_no_mend(config: PretrainedConfig, tp_size: int) -> None:
+    """Refuse a model whose weights would be put right when only pieces of them are there.
+
+    Raises:
+        ShardError: If it has a mend that its being cut makes necessary.
+    """
+    if tp_size > 1 and _mend_of(config) is not None:
+        raise ShardError(
+            f"parallel.fsdp_size: {config.model_type} is mended after it is cut, which a base that "
+            "is sharded over data ranks cannot be; use parallel.dp_replicate_size, or tp_size = 1"
+        )
+
+
 def _mend_of(config: PretrainedConfig) -> Mend | None:
     """The mend of the class with towers, if it has one of its own, or else of its text model."""
     text_type = config.get_text_config(decoder=True).model_type

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tplora.plan.cost import base_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -47,12 +49,20 @@ def axes_facts(plan: Plan, axes: Axes) -> list[tuple[str, str]]:
     names = {"world": "over all processes", "data": f"over {axes.data_size} data ranks"}
     sent = bucket_bytes(plan, axes)
     buckets = [f"{size:,} bytes {names[name]}" for name, size in sent.items()]
+    base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
+    said = "nothing is sent for the frozen base"
+    if axes.fsdp_size > 1:
+        said = (
+            f"of its base a rank keeps {base // axes.fsdp_size:,} bytes, and gathers each layer's "
+            f"over {axes.fsdp_size} ranks forward and backward, {2 * base:,} bytes at most for "
+            "each micro-batch"
+        )
     return [
         ("processes", f"{axes.world_size}: {axes}, tp ranks next to each other"),
         (
             "over data axes",
             f"gradients of factors are averaged once per optimizer step: {' and '.join(buckets)}; "
-            "nothing is sent for the frozen base",
+            f"{said}",
         ),
     ]
 

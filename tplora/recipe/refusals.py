@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["REFUSED", "REFUSED_TABLES"]
 
-_SIZES = "not supported yet; leave it out: the axes are tp_size and dp_replicate_size"
+_SIZES = "not supported yet; leave it out: the axes are tp_size, fsdp_size and dp_replicate_size"
 _QUANTIZED = "not supported yet: the base is held in `model.dtype`; leave it out"
 _OWN_MESH = "the mesh is built from [parallel]; leave it out"
 _EXPERTS = "not supported yet: every rank holds a piece of each expert; leave it out"

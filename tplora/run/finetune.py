@@ -185,7 +185,7 @@ def _load(
     base = load_base(
         source.path,
         tp_size=plan.tp_size,
-        dp_replicate_size=recipe.parallel.dp_replicate_size,
+        **recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"}),
         device=device,
         **_loading(recipe.model, source),
     )

@@ -127,6 +127,11 @@ class CountsOnce:
         if self.accelerator.sync_gradients:
             self._last_batch = None
 
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> float:
+        """This rank's share; the trainer adds up those of all ranks."""
+        parent: Any = super()
+        return float(parent.floating_point_ops(inputs)) / int(self.model.plan.tp_size)
+
     # ---- evaluation
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
