@@ -34,13 +34,14 @@ class Mesh:
         return "x".join(f"{name}{size}" for name, size in names.items() if size > 1) or "alone"
 
 
-def load_on(mesh, path, config):
+def load_on(mesh, path, config, **from_pretrained):
     base = load_base(
         path,
         tp_size=mesh.tp_size,
         fsdp_size=mesh.fsdp_size,
         dp_replicate_size=mesh.dp_replicate_size,
         dtype=torch.float64,
+        **from_pretrained,
     )
     return attach_adapter(base, config, seed=SEED).train()
 

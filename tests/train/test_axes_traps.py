@@ -7,16 +7,29 @@ import datasets
 import pytest
 import torch.distributed as dist
 from accelerate.state import GradientState
+from peft import LoraConfig
+from transformers import AutoConfig
 
 from tests.adapter.models import tokens
 from tests.communication import Recorded
-from tests.models import CUT, lora
-from tests.train.axes import Mesh, RowsSeen, assert_same, load_on, run_on, trainer_on
-from tests.train.training import Setup, token_rows
+from tests.models import CUT, InDouble, lora
+from tests.tiny import VOCAB
+from tests.train.axes import (
+    Mesh,
+    RowsSeen,
+    assert_same,
+    load_on,
+    results,
+    run_on,
+    trainer_on,
+)
+from tests.train.training import Setup, build_trainer, token_rows
+from tests.zoo.build import build_model, tiny_config
 from tplora.adapter.data_axis import DataAxis
 from tplora.errors import LaunchError, PlanError, ShardError, TrainError
 from tplora.plan.axes import Axes
 from tplora.plan.axes_cost import bucket_bytes
+from tplora.plan.lora import expert_parameters
 from tplora.train.agreement import check_rows
 from tplora.train.counting import _check_arguments
 
@@ -205,3 +218,38 @@ def _wrong_world(path):
 
 def test_a_world_that_is_not_the_product_is_one_clear_error(world4, checkpoint):
     world4.run(_wrong_world, checkpoint("llama", **CUT))
+
+
+# ---- experts
+
+
+def _load_experts(mesh, path):
+    config = AutoConfig.from_pretrained(path)
+    targets = [*expert_parameters(config), "mlp.gate.weight"]
+    lora_config = LoraConfig(r=4, target_modules="all-linear", target_parameters=targets)
+    return load_on(mesh, path, lora_config, experts_implementation="eager")
+
+
+def _train_experts(mesh, path, folder, setup):
+    load = "tests.train.training.load"
+    with mock.patch(load, side_effect=lambda *_: _load_experts(mesh, path)):
+        trainer = build_trainer(path, folder, setup)
+    with InDouble():
+        trainer.train()
+    return results(trainer)
+
+
+def test_experts_train_as_alone_with_the_same_micro_batches(world4, alone, tmp_path):
+    """Of which the router's own loss is a mean."""
+    config = tiny_config("qwen3_moe")
+    config.vocab_size = VOCAB
+    build_model("qwen3_moe", config).save_pretrained(tmp_path / "base")
+    setup = replace(SETUP, batch_size=2, accumulation=4, num_rows=16, learning_rate=1e-3)
+    args = (str(tmp_path / "base"), tmp_path / "out")
+    wanted = alone.run(_train_experts, Mesh(), *args, setup)[0]
+    assert wanted[0][0]["aux_loss"] > 0
+    of_micro_batches = ("entropy", "mean_token_accuracy")
+    for mesh in (BOTH, SHARDED):
+        shared = replace(setup, accumulation=2)
+        for found in world4.run(_train_experts, mesh, *args, shared):
+            assert_same(found, wanted, but=of_micro_batches)
