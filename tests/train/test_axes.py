@@ -84,6 +84,13 @@ def test_ten_steps_are_those_of_one_process(world_of, alone_with, checkpoint, tm
         assert found[2] == pytest.approx(wanted[2], rel=0.25), "padding differs"
 
 
+def test_alone_every_number_is_that_of_trls_own_trainer(alone_with):
+    """The counting itself changes nothing: a short last batch of an evaluation among them."""
+    setup = replace(SETUP, max_steps=3, eval_batch_size=2)
+    logs, _, flos = alone_with(setup)  # trl's own head computes in float32: no factors
+    assert_same((logs, {}, flos), (*alone_with(replace(setup, trainer="trl"))[:1], {}, flos))
+
+
 @pytest.mark.parametrize("trainer", ["trl", "transformers"])
 @pytest.mark.parametrize("mesh", [BOTH, SHARDED], ids=str)
 def test_an_unmodified_trainer_trains_the_same(
