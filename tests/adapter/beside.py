@@ -63,6 +63,16 @@ RUNS = {
     for kind, runs in (("modules", MODULES), ("tokens", TOKENS), ("bias", BIASES))
     for name, run in runs.items()
 }
+ON_TWO = (
+    "modules-head",
+    "modules-tied-apart",
+    "modules-fused",
+    "tokens-own-rows-on-one-rank",
+    "tokens-tied-and-both-named",
+    "tokens-head-alone",
+    "bias-lora_only",
+)
+"""Runs that three ranks add nothing to."""
 
 
 def record(path, case, file):
@@ -124,3 +134,8 @@ def reload_plain(path, folder, merges):
         with plain.disable_adapter():
             without = logits(plain).numpy()
         return found, without, logits(plain.merge_and_unload()).numpy() if merges else found
+
+
+def logits_of(folder):
+    """What a merged model says, in plain transformers."""
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)).numpy()

@@ -109,3 +109,13 @@ def test_experts_have_no_such_init():
     )
     with pytest.raises(PlanError, match="is a parameter, where peft does not have it"):
         build_plan(tiny_moe_config("qwen3_moe"), config, tp_size=2)
+
+
+@pytest.mark.parametrize(("dtype", "is_refused"), [("float64", True), ("bfloat16", False)])
+def test_a_base_in_float64_has_no_singular_vectors_of_peft(dtype, is_refused):
+    config = tiny_config("llama")
+    if not is_refused:
+        assert build_plan(config, lora(init_lora_weights="pissa"), tp_size=2, dtype=dtype).layers
+        return
+    with pytest.raises(PlanError, match=r"the base is held in float64; set model\.dtype"):
+        build_plan(config, lora(init_lora_weights="pissa"), tp_size=2, dtype=dtype)

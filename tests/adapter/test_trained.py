@@ -17,6 +17,7 @@ from tplora.adapter.gradients import GradientSync
 from tplora.adapter.load import load_factors
 from tplora.adapter.local_module import LocalModule
 from tplora.adapter.tokens import TploraTokens
+from tplora.artifact.merge import merge_adapter
 from tplora.base.load import load_base
 from tplora.errors import PlanError, ShardError
 
@@ -39,21 +40,30 @@ def recorded(alone, checkpoint, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", beside.RUNS)
-def test_ten_steps_equal_plain_peft(world, recorded, name):
-    world.run(beside.compare, *recorded(name))
+RUNS = [
+    *((2, name) for name in beside.RUNS),
+    *((3, name) for name in beside.RUNS if name not in beside.ON_TWO),
+]
+
+
+@pytest.mark.parametrize(("size", "name"), RUNS)
+def test_ten_steps_equal_plain_peft(world_of, recorded, size, name):
+    world_of(size).run(beside.compare, *recorded(name))
 
 
 @pytest.mark.parametrize("name", beside.RUNS)
-def test_plain_peft_reads_the_saved_adapter(world2, alone, checkpoint, tmp_path, name):
-    """With the adapter, without it, and merged; and the file is that of one process."""
+def test_plain_peft_reads_the_saved_adapter(world_of, alone, checkpoint, tmp_path, name):
+    """With the adapter, without it, merged, merged file by file; the file is one process's."""
     model, changes, case = beside.RUNS[name]
     path = checkpoint(model, **changes)
-    wanted, bare = world2.run(beside.save, path, case, tmp_path / "two")[0]
+    wanted, bare = world_of(2).run(beside.save, path, case, tmp_path / "two")[0]
     alone.run(beside.save, path, case, tmp_path / "one")
     can_merge = name != "tokens-tied-but-other-tokens"  # peft writes both into the one weight
     found, without, merged = alone.run(beside.reload_plain, path, tmp_path / "two", can_merge)[0]
-    for one, other in ((found, wanted), (without, bare), (merged, wanted)):
+    merge_adapter(path, tmp_path / "two", tmp_path / "merged")
+    in_files = alone.run(beside.logits_of, tmp_path / "merged")[0]
+    pairs = ((found, wanted), (without, bare), (merged, wanted), (in_files, wanted))
+    for one, other in pairs:
         assert abs(one - other).max() < 1e-11
     assert abs(wanted - bare).max() > 1e-3
     one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "two"))
@@ -78,6 +88,18 @@ def test_what_was_saved_is_read_back(world2, checkpoint, tmp_path, name):
     world2.run(_read_back, checkpoint(model, **changes), case, tmp_path / "adapter")
 
 
+def _for_inference(path, case):
+    model = load(path, lora(case.targets, **case.changes | {"inference_mode": True}))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not beside.logits(model).requires_grad
+
+
+@pytest.mark.parametrize("name", ["modules-head", "tokens-tied", "bias-all"])
+def test_nothing_is_trained_for_inference(world2, checkpoint, name):
+    model, changes, case = beside.RUNS[name]
+    world2.run(_for_inference, checkpoint(model, **changes), case)
+
+
 FIRST = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
 SECOND = {"target_modules": ["v_proj"], "trainable_token_indices": [3, 100, 126]}
 
@@ -93,6 +115,27 @@ def _two(path, *, is_plain):
             full = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
             parameter.data.copy_(full if is_plain else own[name].piece_of(full))
     return model
+
+
+def _over_trained_biases(path):
+    """A second adapter, on and around modules whose biases the first one trains."""
+    found = []
+    for is_plain in (False, True):
+        first = lora("query", bias="all")
+        second = lora("query", target_modules=["v_proj"], modules_to_save=["k_proj"])
+        model = load_plain(path, first) if is_plain else load(path, first)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.add_(0.5)
+        model.add_adapter("second", second)  # A may be any: B is zero
+        model.set_adapter("second")
+        found.append(beside.logits(model))
+    assert_is_shard(shard=found[0], full=found[1], dim=None, what="logits", atol=1e-5)
+
+
+def test_a_second_adapter_sees_the_biases_that_the_first_trains(world2, checkpoint):
+    world2.run(_over_trained_biases, checkpoint("llama_bias", **CUT))
 
 
 def _switched(path):
@@ -125,13 +168,37 @@ def test_adapters_are_switched_and_deleted_as_in_plain_peft(world2, checkpoint):
     world2.run(_switched, checkpoint("llama", **CUT))
 
 
+def _beside_another(path):
+    """PEFT takes the copy of a head that another adapter trains for one more linear layer."""
+    model = load(path, lora("query", modules_to_save=["lm_head", "o_proj"]))
+    for changes, words in (
+        ({"target_modules": ["o_proj"]}, "o_proj is trained itself by another adapter"),
+        ({"modules_to_save": ["0.self_attn.q_proj"], "target_modules": ["k_proj"]}, "q_proj is to"),
+        ({"trainable_token_indices": {"lm_head": [3]}}, "lm_head is to be trained, and is"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            model.add_adapter("second", lora("query", **changes))
+    model.add_adapter("second", lora("all-linear", exclude_modules=["o_proj"]))
+    names = {name.split(".lora_")[0].split(".")[-1] for name in model.factors("second")}
+    assert names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+    named = model.peft_config["second"].target_modules
+    assert {name.split(".")[-1] for name in named} == names
+
+
+def test_a_second_adapter_is_put_on_the_base_alone(world2, checkpoint):
+    world2.run(_beside_another, checkpoint("llama", **CUT))
+
+
 def _second_bias(path):
     model = load(path, lora("query"))
     with pytest.raises(PlanError, match="peft never trains the biases of an adapter that is added"):
         model.add_adapter("second", lora("query", bias="all"))
+    model = load(path, lora("query", bias="all"))
+    with pytest.raises(PlanError, match="changed the base's weights, which would stay so"):
+        model.delete_adapter("default")
 
 
-def test_biases_of_a_second_adapter_are_refused(world2, checkpoint):
+def test_biases_of_a_second_adapter_are_refused_and_those_of_the_first_stay(world2, checkpoint):
     world2.run(_second_bias, checkpoint("llama_bias", **CUT))
 
 

@@ -61,6 +61,20 @@ def test_a_plan_made_without_weights_says_what_the_loaded_model_costs(
     _assert_plan_is_right(world, checkpoint(name, **CUT), lora(targets))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("olmo2", {"modules_to_save": ["o_proj", "up_proj", "lm_head"]}),
+        ("llama", {"modules_to_save": ["embed_tokens"]}),
+        ("qwen2_tied", {"trainable_token_indices": [3, 126]}),
+        ("llama_bias", {"bias": "all"}),
+    ],
+    ids=["modules", "embedding", "tokens", "biases"],
+)
+def test_what_is_trained_of_the_base_is_counted(world2, checkpoint, name, changes):
+    _assert_plan_is_right(world2, checkpoint(name, **CUT), lora("query", **changes))
+
+
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
 @pytest.mark.parametrize(
     "targets",

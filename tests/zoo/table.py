@@ -36,6 +36,10 @@ AT_FOUR = (
     "starcoder2",
 )  # fmt: skip
 """Families people use, in a wider config as well, over four ranks."""
+OFTEN_AT_FOUR = (
+    "deepseek_v2", "gemma3_text", "gpt_oss", "llama", "llama4_text", "olmo2", "phi3", "qwen3_next",
+)  # fmt: skip
+"""One of each kind of cut; the others take four ranks only in the slow tests."""
 
 
 def is_within(worst: dict[str, tuple[float, str]], precision: str) -> bool:

@@ -33,8 +33,13 @@ def test_two_ranks_are_one_process(world2, model_type, tmp_path):
     assert table.describe(model_type, config, row.precision) == row
 
 
+def _often(model_type):
+    marks = () if model_type in table.OFTEN_AT_FOUR else pytest.mark.slow
+    return pytest.param(model_type, marks=marks)
+
+
 @pytest.mark.world
-@pytest.mark.parametrize("model_type", table.AT_FOUR)
+@pytest.mark.parametrize("model_type", [_often(name) for name in table.AT_FOUR])
 def test_four_ranks_are_one_process(world4, model_type, tmp_path):
     build_model(model_type, tiny_config(model_type, wide=True)).save_pretrained(tmp_path)
     _assert_exact(world4.run(deviations, str(tmp_path), 4), ROWS[model_type].precision)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tplora.plan.layer import LayerPlan
 
-__all__ = ["attach_config", "file_config"]
+__all__ = ["attach_config", "file_config", "with_layers_named"]
 
 
 def attach_config(config: LoraConfig, layers: Iterable[LayerPlan]) -> LoraConfig:
@@ -64,6 +64,17 @@ def file_config(
     )
     _keep_ranks(config, named, at_risk)
     return named
+
+
+def with_layers_named(config: LoraConfig, layers: Iterable[LayerPlan]) -> LoraConfig:
+    """A copy of ``config`` in which "all-linear" is spelled out as ``layers``.
+
+    Of a model that has adapters PEFT would take in what other adapters hold beside the base.
+    """
+    copied = _copy(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        copied.target_modules = {layer.name for layer in layers if layer.kind != "parameter"}
+    return copied
 
 
 def _copy(config: LoraConfig) -> LoraConfig:

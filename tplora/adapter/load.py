@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
+from tplora.adapter.adapter_tensors import open_adapter_tensors
 from tplora.adapter.original import check_probes
 from tplora.errors import ArtifactError
+from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
@@ -25,7 +27,7 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
 
     Args:
         model: A model with the adapter of the folder's own config attached.
-        folder: Holds ``adapter_model.safetensors``, from any tool and any tp_size.
+        folder: An adapter of any tool and any tp_size, in safetensors or an older ``.bin``.
         adapter_name: Which adapter of the model.
 
     Raises:
@@ -33,7 +35,6 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
             for a base that the adapter's init has changed otherwise.
     """
     check_probes(model, Path(folder), adapter_name)
-    path = Path(folder) / "adapter_model.safetensors"
     config = model.peft_config[adapter_name]
     by_key = {
         adapter_file_key(name, adapter_name): factor
@@ -42,15 +43,53 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
     }
     keys = peft_file_keys(model.get_base_model(), config, by_key)
     factors = {keys[key] or key: factor for key, factor in by_key.items()}
-    with safe_open(path, framework="pt") as file:
-        wrong = sorted(set(file.keys()) ^ set(factors))
+    with open_adapter_tensors(Path(folder)) as file:
+        names = set(file.keys())
+        copies = {name for name in names - set(factors) if _is_of_base(model, name)}
+        wrong = sorted((names - copies) ^ set(factors))
         if wrong:
             raise ArtifactError(
-                f"{path}: {wrong[0]} and {len(wrong) - 1} more are in the file or in the model but "
-                "not in both; attach the adapter_config.json that lies beside it"
+                f"{folder}: {wrong[0]} and {len(wrong) - 1} more are in the file or in the model "
+                "but not in both; attach the adapter_config.json that lies beside it"
             )
+        for key in sorted(copies):
+            _check_copy(model.get_parameter(key), file.get_slice(key), f"{folder}: {key}")
         for name, factor in factors.items():
-            _fill(factor, file.get_slice(name), f"{path}: {name}")
+            _fill(factor, file.get_slice(name), f"{folder}: {name}")
+
+
+def _is_of_base(model: TploraModel, key: str) -> bool:
+    """Whether a tensor is the base's own: PEFT adds embedding and head when they are adapted."""
+    owner, _, leaf = key.rpartition(".")
+    try:
+        return leaf == "weight" and leaf in model.get_submodule(owner)._parameters
+    except AttributeError:
+        return False
+
+
+def _check_copy(parameter: torch.Tensor, piece: Any, where: str) -> None:
+    """The copy of a base weight has to be that of this base, or something else was trained."""
+    own = local_shard(parameter).detach().cpu()
+    saved = piece[:] if tuple(piece.get_shape()) == tuple(parameter.shape) else None
+    if saved is not None and isinstance(parameter, DTensor):
+        saved = _piece_like(saved, parameter)
+    if saved is None or not torch.equal(saved.to(own.dtype), own):
+        raise ArtifactError(
+            f"{where}: {list(piece.get_shape())} is not the base's weight "
+            f"{list(parameter.shape)}: it was resized or trained, or this is another base; an "
+            "adapter that trains it names it in modules_to_save"
+        )
+
+
+def _piece_like(whole: torch.Tensor, placed: DTensor) -> torch.Tensor:
+    """This rank's piece of ``whole``, cut as ``placed`` is."""
+    (placement,) = placed.placements
+    if not placement.is_shard():
+        return whole
+    dim = placement.dim  # type: ignore[attr-defined]
+    mesh = placed.device_mesh
+    start, stop = shard_range(whole.shape[dim], mesh.get_local_rank(), mesh.size())
+    return whole.narrow(dim, start, stop - start)
 
 
 def _fill(factor: Factor, piece: Any, where: str) -> None:

@@ -70,6 +70,10 @@ class LocalModule:
         run = {"linear": self._linear, "embedding": self._embedding}.get(plan.kind, self._whole)
         vars(module)["forward"] = run
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> LocalModule:
+        """PEFT copies modules that it trains; a copy is given a forward of its own."""
+        return self
+
     @property
     def group(self) -> ProcessGroup:
         """The tensor-parallel process group."""

@@ -15,7 +15,7 @@ from peft import (
 
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
-from tplora.adapter.config import attach_config, file_config
+from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
@@ -23,7 +23,7 @@ from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
 from tplora.adapter.sharded_base import check_sharded_base
 from tplora.adapter.tokens import TploraTokens
-from tplora.adapter.trained import building_trained, cut_trained
+from tplora.adapter.trained import building_trained, conflicts, cut_trained
 from tplora.adapter.variants.singular import SingularValues
 from tplora.collectives import SharedInput
 from tplora.errors import PlanError
@@ -107,6 +107,9 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         base = self.get_base_model()
         beside = list(cut_trained(base, adapter_name, trained, self.mesh, self._shared_input))
         self._beside[adapter_name] = {factor.name: factor for factor in beside}
+        if self.peft_config[adapter_name].inference_mode:
+            for factor in beside:  # PEFT marks biases all the same
+                factor.parameter.requires_grad_(False)
         for factor in (*cut_factors(base, adapter_name, layers), *beside):
             if self.sync is not None:
                 self.sync.add(factor)
@@ -131,9 +134,11 @@ class TploraModel(PeftModel):  # type: ignore[misc]
                 f"lora.bias = {peft_config.bias!r}: peft never trains the biases of an adapter "
                 "that is added to a model; attach it as the first one"
             )
+        problems += conflicts(base, layers, trained)
         if problems:
             raise PlanError(problems)
         check_sharded_base(base, peft_config, layers, trained)
+        peft_config = with_layers_named(peft_config, layers)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)
         config = attach_config(peft_config, layers)
@@ -170,9 +175,10 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         """PEFT's ``delete_adapter``; its factors are no longer reduced, saved or used.
 
         Raises:
-            PlanError: If the base's weights would stay as the adapter's init has changed them.
+            PlanError: If the base would stay as the adapter's init or its biases have changed it.
         """
-        if changes_base(self.peft_config[adapter_name]):
+        config = self.peft_config[adapter_name]
+        if changes_base(config) or config.bias != "none":
             raise PlanError(
                 [
                     f"delete_adapter: {adapter_name!r} has changed the base's weights, which would "
@@ -259,22 +265,9 @@ class TploraModelForClassification(
 
 
 def model_class(config: LoraConfig) -> type[TploraModel]:
-    """The class of PEFT for a config's task.
-
-    Raises:
-        PlanError: If there is none of ours.
-    """
-    classes = {
-        TaskType.CAUSAL_LM: TploraModelForCausalLM,
-        TaskType.SEQ_CLS: TploraModelForClassification,
-    }
-    found = classes.get(config.task_type)
-    if found is None:
-        allowed = ", ".join(task.value for task in classes)
-        raise PlanError(
-            [f"lora.task_type = {config.task_type!r}: cannot be trained; allowed is {allowed}"]
-        )
-    return found
+    """The class of PEFT for a config's task, of those that a plan takes."""
+    is_classifier = config.task_type == TaskType.SEQ_CLS
+    return TploraModelForClassification if is_classifier else TploraModelForCausalLM
 
 
 def _without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,32 @@ if TYPE_CHECKING:
     from tplora.plan.trained import TrainedPlan
 
 __all__ = ["TploraTokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the trained tokens of an adapter are."""
+
+    tokens: tuple[int, ...]
+    ordered: torch.Tensor
+    """The tokens, sorted."""
+    order: torch.Tensor
+    """Which row of D each of the sorted tokens has."""
+    columns: torch.Tensor
+    """Of the tokens whose row of W is here: where in this rank's W it is."""
+    rows: torch.Tensor
+    """Of the same tokens: their rows of D."""
+
+    @classmethod
+    def of(
+        cls, tokens: tuple[int, ...], vocab_range: tuple[int, int], device: torch.device
+    ) -> _Places:
+        """From the tokens and the part of the vocabulary that this rank holds."""
+        found, (start, stop) = torch.tensor(tokens), vocab_range
+        ordered, order = found.sort()
+        rows = ((found >= start) & (found < stop)).nonzero().squeeze(1)
+        on_device = (t.to(device) for t in (ordered, order, found[rows] - start, rows))
+        return cls(tokens, *on_device)
 
 
 class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
@@ -71,6 +98,7 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
         super().__init__(base_layer, adapter_name, token_indices, tied_adapter)
         self.plan, self.mesh, self.shared_input = plan, mesh, shared_input
         self.factors: dict[str, Factors] = {} if tied_adapter is None else tied_adapter.factors
+        self._places: dict[str, _Places] = {}
 
     @property
     def shard_dim(self) -> int | None:
@@ -113,9 +141,9 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
             return all_gather_last_dim(
                 weight[tokens], self.plan.weight.shape[1], self.mesh.get_group()
             )
-        columns, places = self._own_places(tokens)
+        own = _Places.of(tuple(tokens), self.vocab_range, weight.device)
         rows = weight.new_zeros((len(tokens), weight.shape[1]))
-        rows[places] = weight[columns]
+        rows[own.rows] = weight[own.columns]
         return all_reduce(rows, self.mesh.get_group())
 
     def make_factors(self, adapter_name: str, prefix: str, plan: TrainedPlan) -> Factors:
@@ -128,13 +156,14 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
         self.factors[adapter_name] = {what: Factor(name, owner, rows, self.mesh)}
         return self.factors[adapter_name]
 
-    def _own_places(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the tokens whose row of W is here: where in this rank's W, and which they are."""
-        start, stop = self.vocab_range
+    def places(self, name: str) -> _Places:
+        """Where an adapter's tokens are; found once, since to ask a device waits for it."""
+        tokens = tuple(self.token_indices[name])
         device = self.get_base_layer().weight.device
-        found = torch.tensor(list(tokens), device=device)
-        places = ((found >= start) & (found < stop)).nonzero().squeeze(1)
-        return found[places] - start, places
+        known = self._places.get(name)
+        if known is None or known.tokens != tokens or known.columns.device != device:
+            known = self._places[name] = _Places.of(tokens, self.vocab_range, device)
+        return known
 
     def _rows(self, name: str) -> torch.Tensor:
         dtype = self.get_base_layer().weight.dtype
@@ -142,8 +171,8 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
 
     def own_columns(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Which logits of this rank a head computes anew, and with which rows."""
-        columns, places = self._own_places(self.token_indices[name])
-        return columns, self._rows(name).index_select(0, places)
+        own = self.places(name)
+        return own.columns, self._rows(name).index_select(0, own.rows)
 
     def applied_adapters(self) -> list[str]:
         """The adapters that take part in a forward."""
@@ -193,14 +222,11 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
 
     def _with_rows(self, y: torch.Tensor, tokens: torch.Tensor, name: str) -> torch.Tensor:
         """``y`` with the adapter's rows at its tokens; the padding token's gets no gradient."""
-        trained = torch.tensor(self.token_indices[name], device=tokens.device)
-        ordered, order = trained.sort()
-        place = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
-        is_trained = ordered[place] == tokens
-        padding = self.base_layer.padding_idx
-        indices = self.token_indices[name]
-        row = indices.index(padding) if padding in indices else None
-        new = F.embedding(order[place], self._rows(name), padding_idx=row)
+        own, padding = self.places(name), self.base_layer.padding_idx
+        place = torch.searchsorted(own.ordered, tokens).clamp(max=len(own.tokens) - 1)
+        is_trained = own.ordered[place] == tokens
+        row = own.tokens.index(padding) if padding in own.tokens else None
+        new = F.embedding(own.order[place], self._rows(name), padding_idx=row)
         return torch.where(is_trained.unsqueeze(-1), new, y)
 
     def get_merged_weights(self, active_adapters: Sequence[str]) -> torch.Tensor:
@@ -233,14 +259,14 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
         """PEFT's: the rows that W had."""
         while self.merged_adapters:
             name = self.merged_adapters.pop()
-            columns, places = self._own_places(self.token_indices[name])
+            own = self.places(name)
             original = self.trainable_tokens_original[name]
             if self.shard_dim == 1 and self.mesh is not None:
                 start, stop = shard_range(
                     original.shape[1], self.mesh.get_local_rank(), self.mesh.size()
                 )
                 original = original[:, start:stop]
-            self._write(columns, original[places])
+            self._write(own.columns, original[own.rows])
 
     def _write(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """Into this rank's piece of W itself, which other modules may share."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
 from tplora.adapter.factor import Factor, Factors
@@ -27,9 +28,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tplora.collectives import SharedInput
+    from tplora.plan.layer import LayerPlan
     from tplora.plan.trained import TrainedPlan
 
-__all__ = ["building_trained", "cut_trained"]
+__all__ = ["building_trained", "conflicts", "cut_trained"]
+
+_WRAPPERS = {"module": ModulesToSaveWrapper, "tokens": TrainableTokensWrapper}
+
+
+def conflicts(
+    base: PreTrainedModel, layers: Iterable[LayerPlan], trained: Iterable[TrainedPlan]
+) -> list[str]:
+    """Why an adapter cannot be put beside those that a model has: one module, two ways."""
+    wrappers = tuple(_WRAPPERS.values())
+    instead = "leave it out, or attach the adapter to a model of its own"
+    problems = [
+        f"lora.target_modules: {layer.module_name} is trained itself by another adapter; {instead}"
+        for layer in layers
+        if isinstance(base.get_submodule(layer.module_name), wrappers)
+    ]
+    for plan in trained:
+        module = base.get_submodule(plan.name)
+        is_other = isinstance(module, wrappers) and not isinstance(module, _WRAPPERS[plan.what])
+        if is_other or isinstance(module, BaseTunerLayer):
+            problems.append(
+                f"{plan.name} is to be trained, and is adapted or trained otherwise by another "
+                f"adapter; {instead}"
+            )
+    return problems
 
 
 @contextlib.contextmanager

@@ -15,24 +15,13 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
+from tplora.artifact.adapter_keys import sort_keys
 from tplora.artifact.tensor_file import DTYPES
 from tplora.errors import ArtifactError
 
-__all__ = ["ADAPTER_PREFIX", "AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
+__all__ = ["AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
 
-ADAPTER_PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# suffix of a key on disk -> which factor it is
-_FACTORS = {
-    ".lora_A.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_embedding_A": "A",
-    ".lora_embedding_B": "B",
-    ".lora_magnitude_vector": "magnitude",
-    ".lora_B.bias": "bias",
-}
-_SAVED_BASE = ".base_layer.weight"
-_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +98,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """
     config = _read_config(folder)
     shapes = _read_shapes(folder)
-    keys = _sort_keys(shapes)
+    keys = sort_keys(shapes)
     for key, shape in shapes.items():
         if math.prod(shape) == 0:
             raise ArtifactError(
@@ -211,34 +200,6 @@ def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             return {key: tuple(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
     except SafetensorError as error:
         raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keys:
-    factors: dict[str, dict[str, str]]
-    """Module to what a factor is, such as "A", to key."""
-    saved_bases: dict[str, str]
-    trained_tokens: dict[str, str]
-    others: dict[str, str]
-
-
-def _sort_keys(shapes: Mapping[str, tuple[int, ...]]) -> _Keys:
-    keys = _Keys(factors={}, saved_bases={}, trained_tokens={}, others={})
-    for key in shapes:
-        name = key.removeprefix(ADAPTER_PREFIX)
-        suffix = next((end for end in _FACTORS if name.endswith(end)), None)
-        if name == key:
-            keys.others[key] = key
-        elif suffix is not None:
-            module = name.removesuffix(suffix)
-            keys.factors.setdefault(module, {})[_FACTORS[suffix]] = key
-        elif name.endswith(_SAVED_BASE):
-            keys.saved_bases[name.removesuffix(_SAVED_BASE)] = key
-        elif name.endswith(_TOKENS):
-            keys.trained_tokens[name.removesuffix(_TOKENS)] = key
-        else:
-            keys.others[name.replace(".base_layer.", ".")] = key
-    return keys
 
 
 def _pair(

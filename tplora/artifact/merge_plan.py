@@ -61,7 +61,7 @@ def plan_merge(adapter: AdapterFiles, checkpoint: Checkpoint) -> MergePlan:
         ArtifactError: If one does not fit, cannot be merged, or the base's is not a plain float.
     """
     check_mergeable(adapter)
-    changes = _changes(adapter)
+    changes = _without_tied_copies(adapter, checkpoint, _changes(adapter))
     tied = _find_touched_tie(adapter, checkpoint, changes)
     aliases = _aliases(checkpoint, tied)
     _check_tensors(adapter, checkpoint, aliases, changes)
@@ -163,14 +163,30 @@ def _find_touched_tie(
     """Embedding and head if they are one weight and the adapter changes one of them alone.
 
     Building the model to ask is spared where all changes are in numbered layers: neither embedding
-    nor head ever is. Tokens that were trained are trained on both sides.
+    nor head ever is. A head follows the embedding's tokens, unless it was given its own.
     """
     outside = {name for name in changes if not any(part.isdigit() for part in name.split("."))}
-    outside -= {f"{module}.weight" for module in adapter.trained_tokens}
     if adapter.config.ensure_weight_tying:
         return None
     tied = find_tied_pair(checkpoint.folder) if outside else None
-    return tied if tied is not None and outside & {tied.embedding, tied.head} else None
+    if tied is None:
+        return None
+    tokens = {f"{module}.weight" for module in adapter.trained_tokens}
+    touched = outside & {tied.embedding, tied.head}
+    follows = touched == {tied.embedding} <= tokens
+    return None if follows or not touched else tied
+
+
+def _without_tied_copies(
+    adapter: AdapterFiles, checkpoint: Checkpoint, changes: Mapping[str, _Planned]
+) -> dict[str, _Planned]:
+    """What was trained as one weight is in the adapter under both names, in the base under one."""
+    tied = find_tied_pair(checkpoint.folder) if adapter.config.ensure_weight_tying else None
+    halves = {tied.embedding, tied.head} if tied is not None else set()
+    copies = {name for name in halves & changes.keys() if name not in checkpoint.tensors}
+    if len(halves & changes.keys()) < 2:
+        return dict(changes)
+    return {name: change for name, change in changes.items() if name not in copies}
 
 
 def _aliases(checkpoint: Checkpoint, tied: TiedPair | None) -> dict[str, str]:

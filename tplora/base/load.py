@@ -34,6 +34,7 @@ def load_base(
     fsdp_size: int = 1,
     dp_replicate_size: int = 1,
     device: torch.device | None = None,
+    model_class: Any = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
     """Load ``path`` frozen, tensor-parallel over ``tp_size`` ranks.
@@ -47,6 +48,8 @@ def load_base(
         dp_replicate_size: Copies of the model. The world is the product of the three; tp ranks get
             the same rows, others other ones.
         device: Where a model of one process goes; ranks of a group use their own device.
+        model_class: What has the ``from_pretrained``, such as
+            ``AutoModelForSequenceClassification``; what generates text when left out.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
@@ -64,9 +67,9 @@ def load_base(
         is_in_world = dist.is_initialized()
         axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
     if tp_size > 1 or fsdp_size > 1:
-        model = _load_cut(path, axes, from_pretrained)
+        model = _load_cut(path, axes, model_class, from_pretrained)
     else:
-        auto = auto_class_of(path, **from_pretrained)
+        auto = model_class or auto_class_of(path, **from_pretrained)
         model = auto.from_pretrained(path, **from_pretrained)
         if device is not None:
             model.to(device)
@@ -76,7 +79,9 @@ def load_base(
     return model
 
 
-def _load_cut(path: str, axes: Axes, from_pretrained: dict[str, Any]) -> PreTrainedModel:
+def _load_cut(
+    path: str, axes: Axes, model_class: Any, from_pretrained: dict[str, Any]
+) -> PreTrainedModel:
     tp_size = axes.tp_size
     config = from_pretrained.get("config")
     if config is None:
@@ -84,7 +89,8 @@ def _load_cut(path: str, axes: Axes, from_pretrained: dict[str, Any]) -> PreTrai
     if axes.fsdp_size > 1:
         check_needs_no_mend(config, tp_size)
     with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes):
-        model: PreTrainedModel = auto_class(config).from_pretrained(
+        auto = model_class or auto_class(config)
+        model: PreTrainedModel = auto.from_pretrained(
             path,
             distributed_config=DistributedConfig(
                 tp_size=tp_size, fsdp_size=axes.fsdp_size, tp_plan=styles or None

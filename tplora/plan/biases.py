@@ -45,7 +45,8 @@ def plan_biases(
             factor = place_parameter(shape, "bias", style_of(part, tp_size))
             plans.append(plan_part(part, "bias", (("bias", factor),), tp_size))
         else:
-            problems.append(f'lora.bias = "{lora.bias}": {part.name} {problem}; use "none"')
+            instead = '"none"' if layer is not None else '"lora_only" or "none"'
+            problems.append(f'lora.bias = "{lora.bias}": {part.name} {problem}; use {instead}')
     return plans, problems
 
 

@@ -13,7 +13,12 @@ from tplora.plan.architectures import architecture_problem
 from tplora.plan.beside import plan_beside
 from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
-from tplora.plan.initial import find_init_problems, layer_init_problem, plan_trained
+from tplora.plan.initial import (
+    find_dtype_problems,
+    find_init_problems,
+    layer_init_problem,
+    plan_trained,
+)
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
 from tplora.plan.options import option_problem, wanted_extras
@@ -104,7 +109,7 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
     if lora.peft_type != "LORA":
         raise PlanError(find_config_problems(lora))
     facts = read_facts(model)
-    problems = _model_problems(facts, tp_size)
+    problems = _model_problems(facts, tp_size) + find_dtype_problems(lora, base_dtype)
     try:
         targets = match_targets(model, lora, facts)
     except PlanError as error:

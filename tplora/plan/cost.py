@@ -31,11 +31,12 @@ class CollectiveCount:
 
 
 def base_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
-    """Bytes of the frozen base's parameters on ``tp_rank``."""
+    """Bytes of the base's parameters on ``tp_rank`` that stay frozen."""
     elements = sum(
         _tensor_plan(parameter).shard_numel(tp_rank, plan.tp_size)
         for parameter in plan.facts.parameters
     )
+    elements -= _shard_numel(plan, tp_rank, _trained_of_base(plan, ("bias",)))
     return elements * bytes_per_element
 
 
@@ -58,14 +59,28 @@ def factor_bytes(
 ) -> int:
     """Bytes of the factors on ``tp_rank``.
 
-    The gradients of those that are trained take as much as these, AdamW's state twice that.
+    The gradients of those that are trained take as much as these, AdamW's state twice that. What is
+    trained of the base itself keeps the base's dtype.
     """
-    return bytes_per_element * sum(
-        factor.shard_numel(tp_rank, plan.tp_size)
+    factors: list[TensorPlan] = [
+        factor
         for layer in plan.layers
         for factor in layer.factors
         if factor.is_trained or not only_trained
+    ]
+    num_elements = _shard_numel(plan, tp_rank, factors) + _shard_numel(
+        plan, tp_rank, _trained_of_base(plan, ("tokens",))
     )
+    copied = _shard_numel(plan, tp_rank, _trained_of_base(plan, ("module", "bias")))
+    return num_elements * bytes_per_element + copied * plan.base_dtype_bytes
+
+
+def _trained_of_base(plan: Plan, what: tuple[str, ...]) -> list[TensorPlan]:
+    return [factor for part in plan.trained if part.what in what for _, factor in part.factors]
+
+
+def _shard_numel(plan: Plan, tp_rank: int, tensors: list[TensorPlan]) -> int:
+    return sum(tensor.shard_numel(tp_rank, plan.tp_size) for tensor in tensors)
 
 
 def count_collectives(plan: Plan) -> CollectiveCount | None:

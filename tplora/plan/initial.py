@@ -22,12 +22,15 @@ __all__ = [
     "alone_problem",
     "as_loaded",
     "changes_base",
+    "find_dtype_problems",
     "find_init_problems",
     "layer_init_problem",
     "plan_trained",
 ]
 
 _TAKES_FROM_BASE = re.compile(r"pissa(_niter_[1-9]\d*)?|olora|corda|lora_ga")
+_NEEDS_DTYPE = re.compile(r"pissa.*|olora|corda|mica")
+_DTYPES = ("float32", "bfloat16", "float16")
 _NEEDS_RANK = re.compile(r"pissa.*|olora|corda|mica|lora_ga")
 _VARIANTS = ("use_dora", "use_bdlora", "alora_invocation_tokens", "kasa_config")
 
@@ -89,6 +92,18 @@ def find_init_problems(config: LoraConfig) -> list[str]:
                 "set that, or leave it out"
             )
     return problems
+
+
+def find_dtype_problems(config: LoraConfig, base_dtype: str) -> list[str]:
+    """Why this init cannot be computed from a base that is held in ``base_dtype``."""
+    init = config.init_lora_weights
+    if not isinstance(init, str) or not _NEEDS_DTYPE.fullmatch(init) or base_dtype in _DTYPES:
+        return []
+    return [
+        f"lora.init_lora_weights = {init!r}: peft computes it from weights in "
+        f"{', '.join(_DTYPES)}, and the base is held in {base_dtype}; set model.dtype to one of "
+        'them, or use "orthogonal" or true'
+    ]
 
 
 def plan_trained(config: LoraConfig, layer: LayerPlan) -> LayerPlan:

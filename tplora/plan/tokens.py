@@ -120,7 +120,7 @@ def _tokens_problem(tokens: Any, num_tokens: int) -> str | None:
         token for token in tokens if not isinstance(token, int) or token not in range(num_tokens)
     ]
     if wrong:
-        return f"has no token {wrong[0]!r}, only 0 to {num_tokens - 1}"
+        return f"has no token {wrong[0]!r}, only 0 to {num_tokens - 1}; leave it out"
     twice = sorted({token for token in tokens if list(tokens).count(token) > 1})
     return f"is given token {twice[0]} twice; name each once" if twice else None
 

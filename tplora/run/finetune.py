@@ -128,7 +128,7 @@ def _train(
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
-    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source, tokenizer))
+    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source))
     args = _training_arguments(recipe, model, stage, device)
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(

@@ -34,7 +34,7 @@ def plan_recipe(
         PlanError: If it cannot be cut exactly.
     """
     source = resolve_model(recipe.model, recipe_folder=recipe.path.parent, progress=progress)
-    setup = set_up_adapter(recipe, source, load_tokenizer(recipe, source))
+    setup = set_up_adapter(recipe, source)
     plan = build_plan(
         setup.config,
         setup.lora,

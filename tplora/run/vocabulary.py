@@ -72,10 +72,10 @@ def _tokenizer_folder(recipe: Recipe) -> Path | None:
     return folder if has_own else None
 
 
-def set_up_adapter(
-    recipe: Recipe, source: ModelSource, tokenizer: PreTrainedTokenizerBase
-) -> AdapterSetup:
+def set_up_adapter(recipe: Recipe, source: ModelSource) -> AdapterSetup:
     """The model's config and the adapter's, as the recipe and its tokens want them.
+
+    A tokenizer is read only where it has other tokens than the model's own.
 
     Raises:
         PlanError: If the adapter's config cannot be had.
@@ -83,10 +83,11 @@ def set_up_adapter(
     trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
     lora = build_lora_config(recipe.lora, config, trust_remote_code=trust)
+    if recipe.model.add_tokens is None and _tokenizer_folder(recipe) is None:
+        return AdapterSetup(config=config, lora=lora, num_tokens=None)
+    tokenizer = load_tokenizer(recipe, source)
     new = tokenizer.convert_tokens_to_ids(list(recipe.model.add_tokens or ()))
-    has_new = bool(new) or _tokenizer_folder(recipe) is not None
-    num_tokens = len(tokenizer) if has_new else 0
-    text = config.get_text_config()
+    num_tokens, text = len(tokenizer), config.get_text_config()
     is_grown = num_tokens > text.vocab_size
     if is_grown:
         # A tokenizer may have had tokens without a row before; every new row has to be saved.

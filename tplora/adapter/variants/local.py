@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from peft.tuners.lora.layer import LoraVariant
 
 from tplora.errors import PlanError
+from tplora.upstream import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,16 +40,17 @@ class LocalVariant(LoraVariant):  # type: ignore[misc]
         tensors: Mapping[str, torch.Tensor],
         **context: Any,
     ) -> torch.Tensor:
-        """As ``TploraLinear.apply_adapter``: ``result`` with this adapter's part."""
-        raise NotImplementedError
+        """As ``TploraLinear.apply_adapter``: ``result`` with this adapter's part; plain LoRA's."""
+        scaling: float = module.scaling[name]
+        return result + F.linear(F.linear(dropped, tensors["A"]), tensors["B"]) * scaling
 
     def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of W with the adapter in it."""
-        raise NotImplementedError
+        """This rank's piece of W with the adapter in it; W + delta."""
+        return weight + local_shard(module.get_delta_weight(name))
 
     def unmerged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """What ``merged`` undoes."""
-        raise NotImplementedError
+        """What ``merged`` undoes; W - delta."""
+        return weight - local_shard(module.get_delta_weight(name))
 
 
 def take_context(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from peft.tuners.lora.variants import MiCAEmbeddingVariant, MiCALinearVariant
 
 from tplora.adapter.variants.local import LocalVariant
-from tplora.upstream import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,27 +32,6 @@ class LinearMinor(LocalVariant):
     def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
         """PEFT's, which freezes B."""
         MiCALinearVariant.init(module, adapter_name, **kwargs)
-
-    def apply(
-        self,
-        module: Any,
-        name: str,
-        result: torch.Tensor,
-        dropped: torch.Tensor,
-        tensors: Mapping[str, torch.Tensor],
-        **_: Any,
-    ) -> torch.Tensor:
-        """``result + s dropped A^T B^T``."""
-        scaling: float = module.scaling[name]
-        return result + F.linear(F.linear(dropped, tensors["A"]), tensors["B"]) * scaling
-
-    def merged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """``W + delta``, as of plain LoRA."""
-        return weight + local_shard(module.get_delta_weight(name))
-
-    def unmerged(self, module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """``W - delta``."""
-        return weight - local_shard(module.get_delta_weight(name))
 
 
 class EmbeddingMinor(LinearMinor):
