@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from tests.axes.running import Mesh, RowsSeen, assert_same, run_on, trainer_on
 from tests.models import CUT, InDouble
-from tests.train.axes import Mesh, RowsSeen, assert_same, run_on, trainer_on
 from tests.train.training import Setup, token_rows
 from tplora.train.counting import num_own_rows
 

@@ -11,10 +11,7 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from tests.adapter.models import tokens
-from tests.communication import Recorded
-from tests.models import CUT, InDouble, lora
-from tests.tiny import VOCAB
-from tests.train.axes import (
+from tests.axes.running import (
     Mesh,
     RowsSeen,
     assert_same,
@@ -23,6 +20,9 @@ from tests.train.axes import (
     run_on,
     trainer_on,
 )
+from tests.communication import Recorded
+from tests.models import CUT, InDouble, lora
+from tests.tiny import VOCAB
 from tests.train.training import Setup, build_trainer, token_rows
 from tests.zoo.build import build_model, tiny_config
 from tplora.adapter.data_axis import DataAxis

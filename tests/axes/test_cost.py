@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapter.models import tokens
+from tests.axes.running import Mesh, load_on
 from tests.communication import Recorded
 from tests.models import CUT, load, lora
-from tests.train.axes import Mesh, load_on
 from tplora.plan.axes import Axes
 from tplora.plan.axes_cost import axes_facts, bucket_bytes
 from tplora.plan.cost import base_bytes

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.axes.running import Mesh, assert_same, run_on, trainer_on
 from tests.models import CUT
-from tests.train.axes import Mesh, assert_same, run_on, trainer_on
 from tests.train.training import Setup
 from tplora.errors import TrainError
 
