@@ -45,7 +45,7 @@ def placed_on_axes(axes: Axes) -> Iterator[None]:
         manager = _mesh_manager(axes)
         device_type = manager.get_mesh("tp").device_type
         device = torch.device(device_type)
-        if device_type != "cpu":
+        if device_type != "cpu":  # bound when this process joined its group
             device = torch.device(device_type, torch.accelerator.current_device_index())
         return device, manager
 
@@ -58,9 +58,10 @@ def placed_on_axes(axes: Axes) -> Iterator[None]:
 
 def _mesh_manager(axes: Axes) -> Any:
     """``TransformersDeviceMesh`` over the whole world, tp innermost. Collective."""
-    from transformers.distributed.utils import TransformersDeviceMesh
+    from transformers.distributed.utils import TransformersDeviceMesh, _ensure_torch_distributed
 
     device_type = torch._C._get_accelerator().type
+    _ensure_torch_distributed(device_type)
     shape = (1, axes.dp_replicate_size, axes.fsdp_size, axes.tp_size)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
     return TransformersDeviceMesh(mesh, mesh)
