@@ -161,6 +161,8 @@ def export(
         base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
     )
     say(f"merged model: {merged}", style="green")
+    if base.quantization is not None:
+        say("it holds the base as it was before it was quantised, which was not trained on")
 
 
 @app.command()
@@ -174,7 +176,9 @@ def verify(run: RunPath) -> None:
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
-    found = verify_adapter(adapter, base.path, run / PROBE, dtype=base.dtype)
+    found = verify_adapter(
+        adapter, base.path, run / PROBE, dtype=base.dtype, quantization=base.quantization
+    )
     show_table(
         [
             ("largest difference", f"{found.max_abs_diff:.3g} (of a logit, in plain PEFT)"),

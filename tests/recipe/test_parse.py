@@ -117,8 +117,8 @@ def test_text_that_is_no_toml_names_file_and_line(tmp_path: Path) -> None:
         ("model", 'torch_dtype = "auto"', "transformers calls it dtype; write `dtype`"),
         ("model", "dtype = 32", 'needs one of "auto", "float32", "bfloat16", "float16"'),
         ("model", 'device_map = "auto"', "tensor parallelism places the weights itself"),
-        ("model", "load_in_4bit = true", "not supported yet"),
-        ("model", "quantization_config = { bits = 4 }", "not supported yet"),
+        ("model", "load_in_4bit = true", "are those of the table [quantization]"),
+        ("model", "quantization_config = { bits = 4 }", "are those of the table [quantization]"),
         ("model", 'sha256 = "abc"', "needs text in quotes, 64 hex digits in lower case"),
         ("model", "trust_remote_code = 1", "needs true or false"),
         ("parallel", "tp_size = true", 'needs a whole number of 1 or more, or "auto"'),
@@ -159,7 +159,7 @@ def test_missing_tables_and_keys_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        (f"{RIGHT}[quantization]\nbits = 4", "quantization (line 12): not supported yet"),
+        (f"{RIGHT}[quantisation]\nbits = 4", "quantisation (line 12): unknown table; did you mean"),
         (f"{RIGHT}[trian]\nseed = 3", "trian (line 12): unknown table; did you mean [train]?"),
         (f"parallel = 3\n{RIGHT}", "parallel (line 1): needs to be a table; write [parallel]"),
     ],

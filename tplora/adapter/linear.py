@@ -22,8 +22,11 @@ from tplora.adapter.initial import FromWholeWeight
 from tplora.adapter.local_module import local_tensor
 from tplora.adapter.merging import MergesLocally
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
+from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
+from tplora.errors import PlanError
 from tplora.upstream import local_shard, transform_output
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +43,12 @@ __all__ = [
     "RowParallelLoraLinear",
     "TploraLinear",
 ]
+
+
+_NO_MERGE = (
+    "merge: the base is quantised, and what is merged would be rounded anew; merge the saved "
+    "adapter into the unquantised base with `tplora export`"
+)
 
 
 class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore[misc]
@@ -153,13 +162,31 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         return result.to(dtype)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """``scaling * B A``, placed as W is; PEFT merges it. No communication."""
+        """``scaling * B A``, placed as W is; PEFT merges it. No communication.
+
+        Raises:
+            PlanError: If W is quantised: it would be rounded anew, to another model.
+        """
+        if is_quantized_linear(self.get_base_layer()):
+            raise PlanError([_NO_MERGE])
         factors = factors_of(self.factors, adapter)
         a, b = factors["A"].local(), factors["B"].local()
         return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])
 
+    def base_product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's ``x W^T + bias``; a quantised W is unpacked for it. No communication."""
+        base = self.get_base_layer()
+        if is_quantized_linear(base):
+            return multiply(base, x, bias)
+        return F.linear(x, weight, bias)
+
     def base_shards(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's pieces of W and of the bias, which may be trained."""
+        """This rank's pieces of W, packed where it is quantised, and of the bias.
+
+        The bias may be trained.
+        """
         base = self.get_base_layer()
         return local_shard(base.weight), local_tensor(base, "bias")
 
@@ -202,7 +229,7 @@ class ReplicatedLoraLinear(TploraLinear):
             return self.add_delta(self.base_layer(x, *args, **kwargs), x, bias=bias, **context)
         assert self.mesh is not None
         assert self.plan.style is not None
-        y = self.add_delta(F.linear(x, weight, bias), x, bias=bias, **context)
+        y = self.add_delta(self.base_product(x, weight, bias), x, bias=bias, **context)
         return transform_output(self.plan.style, self.get_base_layer(), y, self.mesh)
 
 
@@ -232,7 +259,8 @@ class ColumnParallelLoraLinear(TploraLinear):
         """Base and adapter on this rank's output features."""
         x = self.shared_input(x)
         weight, bias = self.base_shards()
-        y = self.add_delta(F.linear(x, weight, bias), x, bias=bias, **take_context(kwargs))
+        y = self.base_product(x, weight, bias)
+        y = self.add_delta(y, x, bias=bias, **take_context(kwargs))
         if self.plan.gathers_output:
             return gather_last_dim(y, self.plan.weight.shape[0], self.group)
         return y
@@ -267,6 +295,6 @@ class RowParallelLoraLinear(TploraLinear):
         if self.plan.splits_input:
             x = split_last_dim(x, self.group)
         weight, bias = self.base_shards()
-        y = self.add_delta(F.linear(x, weight), x, **take_context(kwargs))
+        y = self.add_delta(self.base_product(x, weight, None), x, **take_context(kwargs))
         y, bias = reduce_partial(y, self.group), self.added_bias(bias)
         return y if bias is None else (y + bias).to(y.dtype)

@@ -63,6 +63,9 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         kwargs: What PEFT's own constructor takes.
     """
 
+    is_loaded_in_4bit = is_loaded_in_8bit = False
+    """Said of the base only: trl's trainers would cast the factors of such a model to bfloat16."""
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -1,20 +1,25 @@
 """The saved adapter in plain transformers and PEFT, one process, against the trained model.
 
 What is loaded here knows nothing of tplora's layers: if it says what the trained model said, the
-files are right, whatever tp_size they were trained with.
+files are right, whatever tp_size they were trained with. A quantised base is quantised again, and
+multiplies as it did in training: out of it bitsandbytes rounds what it multiplies by further.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from torch import nn
+from transformers import BitsAndBytesConfig
 
 from tplora.artifact.adapter_dir import check_fits_base, read_adapter
 from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
+from tplora.base.quantized_product import hold_exact
 from tplora.errors import ArtifactError
 from tplora.upstream import auto_class_of
+from tplora.upstream.quantization import full_linear_shape, is_quantized_linear
 
 __all__ = [
     "Probe",
@@ -66,6 +71,7 @@ def verify_adapter(
     probe_path: Path,
     *,
     dtype: torch.dtype,
+    quantization: BitsAndBytesConfig | None = None,
     tolerance: float | Literal["by dtype"] = "by dtype",
     device: str = "cpu",
 ) -> VerifyReport:
@@ -78,6 +84,7 @@ def verify_adapter(
         base: Folder or hub id, as ``from_pretrained`` takes it.
         probe_path: What the trained model said.
         dtype: Of the base, as it was trained on.
+        quantization: How the base was quantised on its way; one that is quantised says so itself.
         tolerance: Fraction of the largest recorded logit.
         device: Where to compute.
 
@@ -86,12 +93,14 @@ def verify_adapter(
     """
     probe = read_probe(probe_path)
     adapter = read_adapter(adapter_folder)
-    model = auto_class_of(base).from_pretrained(base, dtype=dtype).to(device)
+    given: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
+    if given:
+        given["device_map"] = {"": device}  # quantised on the way there
+    model = auto_class_of(base).from_pretrained(base, dtype=dtype, **given).to(device)
+    hold_exact(model, None)
     if adapter.num_tokens > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(adapter.num_tokens)
-    check_fits_base(
-        adapter, {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    )
+    check_fits_base(adapter, _weight_shapes(model))
     bare = logits_at(model, probe.rows, probe.positions)
     if bare.shape != probe.logits.shape:
         raise ArtifactError(
@@ -110,6 +119,15 @@ def verify_adapter(
         max_effect=_largest(found - bare),
         num_positions=probe.positions.numel(),
     )
+
+
+def _weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """In full, also of a weight that is packed."""
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if is_quantized_linear(module):
+            shapes[f"{name}.weight"] = full_linear_shape(module)
+    return shapes
 
 
 def _largest(difference: torch.Tensor) -> float:

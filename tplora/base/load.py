@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
-from tplora.base.mends import check_needs_no_mend, mend_loaded, mended_while_loading
+from tplora.base.mends import check_can_shard, mend_loaded, mended_while_loading
+from tplora.base.quantized import (
+    check_method,
+    check_quantized,
+    check_quantized_shard,
+    quantizing_shards,
+)
+from tplora.base.quantized_product import hold_exact
 from tplora.base.verify import check_against_checkpoint
-from tplora.errors import ShardError
+from tplora.errors import ShardError, SourceError
 from tplora.mesh import current_processes
 from tplora.plan.axes import Axes
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
 from tplora.upstream.axes import make_replicas, placed_on_axes
 from tplora.upstream.fsdp import is_piece_over_data, tp_placement
+from tplora.upstream.quantization import is_quantized_linear, quantization_given
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +66,7 @@ def load_base(
         LaunchError: If the world is not the sizes' product.
         ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
             what the ranks hold is not what the checkpoint holds.
+        SourceError: If a file of the weights is damaged, such as cut short.
     """
     axes = Axes(tp_size=tp_size, fsdp_size=fsdp_size, dp_replicate_size=dp_replicate_size)
     if from_pretrained.get("device_map") is not None:
@@ -66,16 +77,34 @@ def load_base(
     if axes.world_size > 1:
         is_in_world = dist.is_initialized()
         axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
-    if tp_size > 1 or fsdp_size > 1:
-        model = _load_cut(path, axes, model_class, from_pretrained)
-    else:
-        auto = model_class or auto_class_of(path, **from_pretrained)
-        model = auto.from_pretrained(path, **from_pretrained)
-        if device is not None:
-            model.to(device)
+    if from_pretrained.get("quantization_config", ()) is None:
+        del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
+    try:
+        if tp_size > 1 or fsdp_size > 1:
+            model = _load_cut(path, axes, model_class, from_pretrained)
+        else:
+            auto = model_class or auto_class_of(path, **from_pretrained)
+            model = _load_whole(path, auto, device, from_pretrained)
+    except SafetensorError as error:
+        raise SourceError(
+            f"{path}: a file of its weights is damaged ({error}); get it again"
+        ) from error
     if axes.dp_replicate_size > 1:
         make_replicas(model, axes)
     model.requires_grad_(requires_grad=False)
+    return model
+
+
+def _load_whole(
+    path: str, auto: Any, device: torch.device | None, from_pretrained: dict[str, Any]
+) -> PreTrainedModel:
+    if from_pretrained.get("quantization_config") is not None:
+        # Weights are quantised on their way to the device; they would not fit it before.
+        from_pretrained |= {"device_map": {"": device or "cpu"}}
+    model: PreTrainedModel = auto.from_pretrained(path, **from_pretrained)
+    if device is not None:
+        model.to(device)
+    hold_exact(model, None)
     return model
 
 
@@ -86,9 +115,13 @@ def _load_cut(
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
+    saved = quantization_given(config)
+    check_method(saved)
+    is_quantized = saved is not None or "quantization_config" in from_pretrained
     if axes.fsdp_size > 1:
-        check_needs_no_mend(config, tp_size)
-    with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes):
+        check_can_shard(config, tp_size, is_quantized=is_quantized)
+    reading = quantizing_shards() if is_quantized else contextlib.nullcontext()
+    with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes), reading:
         auto = model_class or auto_class(config)
         model: PreTrainedModel = auto.from_pretrained(
             path,
@@ -103,6 +136,8 @@ def _load_cut(
         raise ShardError(
             f"parallel.tp_size = {tp_size}: transformers cut the model into {found}; report this"
         )
+    check_quantized(model)
+    hold_exact(model, mesh)
     mend_loaded(model, mesh.get_group())
     check_against_checkpoint(model, path, from_pretrained, mesh.get_group())
     return model
@@ -116,10 +151,16 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
     """
     for layer in plan.layers:
         leaf = layer.name if layer.kind == "parameter" else f"{layer.name}.weight"
-        _check_weight(layer.weight, layer.style, leaf, model.get_parameter(leaf), plan.tp_size)
+        module: Any = model.get_submodule(layer.module_name)
+        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        if is_quantized_linear(module):
+            check_quantized_shard(leaf, module, layer.weight, plan.tp_size)
+        else:
+            weight = model.get_parameter(leaf)
+            _check_weight(layer.weight, layer.style, leaf, weight, plan.tp_size)
     for part in plan.trained:
         if part.weight is not None:
-            weight: torch.Tensor = model.get_submodule(part.name).weight
+            weight = model.get_submodule(part.name).weight
             _check_weight(part.weight, part.style, f"{part.name}.weight", weight, plan.tp_size)
 
 

@@ -80,16 +80,17 @@ def mended_while_loading(config: PretrainedConfig, tp_size: int) -> Iterator[dic
         yield dict(styles)
 
 
-def check_needs_no_mend(config: PretrainedConfig, tp_size: int) -> None:
-    """Refuse a model whose weights would be put right when only pieces of them are there.
+def check_can_shard(config: PretrainedConfig, tp_size: int, *, is_quantized: bool) -> None:
+    """Refuse what has to be done to weights of which data ranks hold pieces only.
 
     Raises:
-        ShardError: If it has a mend that its being cut makes necessary.
+        ShardError: If the model has a mend that its being cut makes necessary, or is quantised.
     """
-    if tp_size > 1 and _mend_of(config) is not None:
+    if is_quantized or (tp_size > 1 and _mend_of(config) is not None):
+        what = "is quantised" if is_quantized else "is mended after it is cut"
         raise ShardError(
-            f"parallel.fsdp_size: {config.model_type} is mended after it is cut, which a base that "
-            "is sharded over data ranks cannot be; use parallel.dp_replicate_size, or tp_size = 1"
+            f"parallel.fsdp_size: {config.model_type} {what}, which a base that is sharded over "
+            "data ranks cannot be; use parallel.dp_replicate_size in its place"
         )
 
 

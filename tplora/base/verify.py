@@ -5,9 +5,11 @@ goes wrong raises nothing: the model is another one. So of every kind of paramet
 first and of the last layer is gathered, taken back to the checkpoint's own names and form, and
 compared there.
 
+A weight that was quantised on its way is compared with the checkpoint's, quantised again.
+
 Not compared, because nothing is there to compare with: folders without safetensors (GGUF,
-``pytorch_model.bin``, a variant), weights quantised in the checkpoint or in the model, and weights
-made in a way that cannot be taken back.
+``pytorch_model.bin``, a variant), weights that the checkpoint has quantised otherwise than the
+model, and weights made in a way that cannot be taken back.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from tplora.base.verify_quantized import codes_are_equal, codes_of
 from tplora.errors import ShardError
 from tplora.upstream import local_shard
 from tplora.upstream.fsdp import gathered_over_data
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["check_against_checkpoint", "find_safetensors"]
 
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CODE_DTYPES = (torch.uint8, torch.int8)
+"""Of quantised weights; see ``verify_quantized``."""
 _LARGE_BYTES = 8 << 20
 """Of a larger weight a part is compared: these bytes, or one expert; every rank has some of it."""
 _TOO_LARGE_BYTES = 512 << 20
@@ -87,14 +92,16 @@ def check_against_checkpoint(
     """
     conversions = Conversions(model)
     gathered = {
-        name: _gather(parameter, part_dim)
-        for name, parameter in _sample(model).items()
+        name: _gather(parameter, part_dim, group)
+        for name, found in _sample(model).items()
+        for codes in [codes_of(model, name)]
+        for parameter in [found if codes is None else codes]
         for is_comparable, part_dim in [_part(name, parameter, conversions)]
         if is_comparable
     }
     problem: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        problem[0] = _problem(conversions, gathered, path, options)
+        problem[0] = _problem(model, conversions, gathered, path, options)
     dist.broadcast_object_list(problem, group=group, group_src=0)
     if problem[0] is not None:
         raise ShardError(
@@ -117,7 +124,7 @@ def _sample(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _part(name: str, parameter: torch.Tensor, conversions: Conversions) -> tuple[bool, int | None]:
     """Whether a weight can be compared, and the dim of which the first rows are, if not all are."""
     num_bytes = parameter.numel() * parameter.element_size()
-    if parameter.dtype not in _PLAIN_DTYPES or conversions.lose(name):
+    if parameter.dtype not in (*_PLAIN_DTYPES, *_CODE_DTYPES) or conversions.lose(name):
         return False, None
     if num_bytes <= _LARGE_BYTES:
         return True, None
@@ -135,8 +142,8 @@ def _cut_dim(parameter: torch.Tensor) -> int | None:
     return None if dim is None else dim % parameter.ndim
 
 
-def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
-    """The full tensor on the CPU; of ``part_dim`` only the first rows."""
+def _gather(parameter: torch.Tensor, part_dim: int | None, group: ProcessGroup) -> torch.Tensor:
+    """The full tensor on the CPU of the first rank; of ``part_dim`` only the first rows."""
     parameter = gathered_over_data(parameter)
     local, shape = local_shard(parameter), list(parameter.shape)
     if part_dim is not None:
@@ -152,10 +159,13 @@ def _gather(parameter: torch.Tensor, part_dim: int | None) -> torch.Tensor:
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
         ).full_tensor()
+    if dist.get_rank(group) != 0:
+        return torch.empty(0, dtype=local.dtype)
     return local.cpu()
 
 
 def _problem(
+    model: PreTrainedModel,
     conversions: Conversions,
     gathered: Mapping[str, torch.Tensor],
     path: str,
@@ -165,13 +175,25 @@ def _problem(
         files = find_safetensors(path, options)
         if not files or not gathered:
             return None
-        name = _first_difference(conversions.reverted(gathered), files)
+        weights = conversions.reverted(gathered)
+        codes = {name: one for name, one in weights.items() if one.dtype in _CODE_DTYPES}
+        plain = {name: one for name, one in weights.items() if name not in codes}
+        name = _first_difference(plain, files) or _first_other_code(model, codes, files)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return f"{path}: what the ranks hold cannot be compared with it ({found})"
     if name is None:
         return None
     return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
+
+
+def _first_other_code(
+    model: PreTrainedModel, codes: Mapping[str, torch.Tensor], files: Mapping[str, Path]
+) -> str | None:
+    for name, found in _names_there(sorted(codes), files).items():
+        if not codes_are_equal(model, codes[name], found, files[found]):
+            return found
+    return None
 
 
 def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:

@@ -23,13 +23,20 @@ from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
 from tplora.plan.options import option_problem, wanted_extras
 from tplora.plan.parameter import parameter_problem, plan_parameter
+from tplora.plan.quantization import (
+    QuantizationPlan,
+    adapter_problems,
+    find_adapter_config_problems,
+    plan_quantization,
+    quantization_problems,
+)
 from tplora.plan.style import AROUND_EXPERTS, STYLES
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import build_meta_model, lora_rank_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
     from tplora.plan.trained import TrainedPlan
 
@@ -45,7 +52,9 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     facts: ModelFacts
     base_dtype: str
-    """What the frozen base is held in, such as "bfloat16"."""
+    """What the frozen base is held in, such as "bfloat16"; what is quantised, before it is."""
+    quantization: QuantizationPlan | None = None
+    """Which linear layers are held in 4 or 8 bits."""
     trained: tuple[TrainedPlan, ...] = ()
     """What is trained of the base itself, beside LoRA's factors."""
 
@@ -77,6 +86,7 @@ def build_plan(
     *,
     tp_size: int,
     dtype: str = "auto",
+    quantization: BitsAndBytesConfig | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
     """The plan for ``config``'s architecture with adapter ``lora`` on ``tp_size`` ranks.
@@ -86,6 +96,8 @@ def build_plan(
         lora: PEFT's config, used as it is.
         tp_size: Ranks of one tensor-parallel group.
         dtype: What the base will be held in; "auto" is the dtype it was saved in.
+        quantization: What ``from_pretrained`` gets as ``quantization_config``; a checkpoint that is
+            quantised says so itself.
         trust_remote_code: Whether the architecture may come from the model's own code.
 
     Raises:
@@ -97,10 +109,18 @@ def build_plan(
         lora,
         tp_size=tp_size,
         base_dtype=saved_in if dtype == "auto" else dtype,
+        quantization=quantization,
     )
 
 
-def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_dtype: str) -> Plan:
+def plan_model(
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    *,
+    tp_size: int,
+    base_dtype: str,
+    quantization: BitsAndBytesConfig | None = None,
+) -> Plan:
     """The plan for a model that is there already, loaded or on the meta device.
 
     Raises:
@@ -110,12 +130,19 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
         raise PlanError(find_config_problems(lora))
     facts = read_facts(model)
     problems = _model_problems(facts, tp_size) + find_dtype_problems(lora, base_dtype)
+    quantized, found = plan_quantization(model, quantization)
+    problems += found
+    if quantized is not None:
+        problems += find_adapter_config_problems(lora)
+        problems += quantization_problems(quantized, facts, tp_size=tp_size, base_dtype=base_dtype)
     try:
         targets = match_targets(model, lora, facts)
     except PlanError as error:
         raise PlanError([*problems, *error.problems]) from None
     layers = plan_layers(facts, lora, targets, tp_size=tp_size, problems=problems)
     trained, problems = plan_beside(facts, lora, layers, tp_size=tp_size)
+    if quantized is not None:
+        problems += adapter_problems(quantized, layers, trained, facts)
     if problems:
         raise PlanError(problems)
     return Plan(
@@ -125,6 +152,7 @@ def plan_model(model: PreTrainedModel, lora: LoraConfig, *, tp_size: int, base_d
         facts=facts,
         base_dtype=base_dtype,
         trained=trained,
+        quantization=quantized,
     )
 
 

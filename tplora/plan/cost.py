@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tplora.plan.build import Plan
     from tplora.plan.facts import ModuleFacts, ParameterFacts
 
-__all__ = ["CollectiveCount", "base_bytes", "count_collectives", "factor_bytes"]
+__all__ = ["CollectiveCount", "base_bytes", "count_collectives", "factor_bytes", "loading_bytes"]
 
 _WHOLE = Style(weight_shard_dim=None)
 _UNCOUNTED = AROUND_EXPERTS | {"mla_kv_a_proj"}
@@ -31,13 +31,37 @@ class CollectiveCount:
 
 
 def base_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
-    """Bytes of the base's parameters on ``tp_rank`` that stay frozen."""
-    elements = sum(
-        _tensor_plan(parameter).shard_numel(tp_rank, plan.tp_size)
+    """Bytes of the base's parameters on ``tp_rank`` that stay frozen, scales included."""
+    held = sum(
+        _weight_bytes(plan, parameter, tp_rank, bytes_per_element)
         for parameter in plan.facts.parameters
     )
-    elements -= _shard_numel(plan, tp_rank, _trained_of_base(plan, ("bias",)))
-    return elements * bytes_per_element
+    trained = _shard_numel(plan, tp_rank, _trained_of_base(plan, ("bias",)))
+    return held - trained * bytes_per_element
+
+
+def loading_bytes(plan: Plan, tp_rank: int, *, bytes_per_element: int) -> int:
+    """What quantising takes on top of ``base_bytes`` while the base loads, at most.
+
+    Two of the largest pieces before they are quantised: as it is read, and as it is rounded.
+    """
+    if plan.quantization is None:
+        return 0
+    pieces = (
+        _tensor_plan(parameter).shard_numel(tp_rank, plan.tp_size)
+        for parameter in plan.facts.parameters
+        if plan.quantization.holds(parameter.name)
+    )
+    return 2 * bytes_per_element * max(pieces, default=0)
+
+
+def _weight_bytes(
+    plan: Plan, parameter: ParameterFacts, tp_rank: int, bytes_per_element: int
+) -> int:
+    tensor = _tensor_plan(parameter)
+    if plan.quantization is not None and plan.quantization.holds(parameter.name):
+        return plan.quantization.weight_bytes(tensor, tp_rank, plan.tp_size)
+    return bytes_per_element * tensor.shard_numel(tp_rank, plan.tp_size)
 
 
 def _tensor_plan(parameter: ParameterFacts) -> TensorPlan:

@@ -13,6 +13,7 @@ from tplora.upstream import (
     experts_implementation,
     names_tied_with_embedding,
 )
+from tplora.upstream.quantization import is_plain_linear, is_quantized_linear, weight_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -189,7 +190,7 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
     kind: Kind | None = None
     has_plain_forward = False
     if isinstance(module, nn.Linear):
-        kind, has_plain_forward = "linear", type(module).forward is nn.Linear.forward
+        kind, has_plain_forward = "linear", is_plain_linear(module)
     elif isinstance(module, nn.Embedding):
         is_plain = type(module).forward is nn.Embedding.forward
         kind, has_plain_forward = "embedding", is_plain or hasattr(module, "embed_scale")
@@ -198,7 +199,7 @@ def _module_facts(name: str, module: nn.Module, style: str | None) -> ModuleFact
         type_name=type(module).__name__,
         kind=kind,
         style=style,
-        weight_shape=tuple(map(int, module.weight.shape)),  # type: ignore[arg-type]
+        weight_shape=weight_shape(module, "weight"),
         has_bias=getattr(module, "bias", None) is not None,
         has_plain_forward=has_plain_forward,
     )
@@ -256,7 +257,7 @@ def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[Paramet
             found.append(
                 ParameterFacts(
                     name=name,
-                    shape=tuple(map(int, parameter.shape)),
+                    shape=weight_shape(module, leaf),
                     style=styles.get(name),
                     module_style=styles.get(module_name),
                     role="head" if module is head else _role(module_name, module, leaf, parameter),
@@ -268,6 +269,8 @@ def _parameters(model: PreTrainedModel, styles: dict[str, str]) -> tuple[Paramet
 
 def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
     last = module_name.rpartition(".")[2]
+    if is_quantized_linear(module):
+        return "linear" if leaf == "weight" else "other"
     if parameter.ndim == 3:
         is_stack = "experts" in last and not isinstance(module, nn.Conv1d)
         return "experts" if is_stack else "other"
@@ -282,7 +285,6 @@ def _role(module_name: str, module: nn.Module, leaf: str, parameter: nn.Paramete
 
 def _is_router(last: str, module: nn.Module) -> bool:
     """Whether a module chooses experts: a class of its own, whose forward returns the choice."""
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return not is_plain and (
+    return not is_plain_linear(module) and (
         last in ("gate", "router") or "router" in type(module).__name__.lower()
     )

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from tplora.plan.axes_cost import axes_facts
-from tplora.plan.cost import base_bytes, count_collectives, factor_bytes
+from tplora.plan.cost import base_bytes, count_collectives, factor_bytes, loading_bytes
 from tplora.plan.coverage import count_coverage, say_missed_experts
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "bytes per rank",
-            f"base {_size(base)} ({plan.base_dtype}), factors {_size(factors)}, their gradients "
+            f"base {_size(base)} ({_base_dtype(plan)}), factors {_size(factors)}, their gradients "
             f"{_size(trained)}, AdamW state {_size(2 * trained)}; activations come on top",
         ),
     ]
@@ -184,6 +184,17 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _base_dtype(plan: Plan) -> str:
+    """What the base is held in; what is quantised comes first, and what that takes in loading."""
+    if plan.quantization is None:
+        return plan.base_dtype
+    most = loading_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
+    return (
+        f"{plan.quantization} in {len(plan.quantization.names)} linear layers, the rest in "
+        f"{plan.base_dtype}; {_size(most)} more while it loads"
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -8,6 +8,7 @@ from tplora.errors import RecipeError
 from tplora.recipe.defaults import fill_defaults
 from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems, is_refused
 from tplora.recipe.parse import build_recipe, read_document
+from tplora.recipe.quantization_rules import find_quantization_problems
 from tplora.recipe.schema import TABLES, Recipe
 from tplora.recipe.train_rules import REFUSED_KEYS, find_train_problems
 from tplora.recipe.upstream_fields import (
@@ -53,6 +54,8 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     lora, train = _table(tables, "lora"), _table(tables, "train")
     yield from _lora_problems(lora, places) if "lora" in tables else ()
     yield from _train_problems(train, places)
+    if "quantization" in tables:
+        yield from find_quantization_problems(_table(tables, "quantization"), places)
     yield from _source_problems(_table(tables, "model"), places)
     yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)

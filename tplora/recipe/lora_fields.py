@@ -54,8 +54,8 @@ INITS_IN_PYTHON: Mapping[str, str] = {
 
 REFUSED_INITS: Mapping[str, str] = {
     "loftq": (
-        "makes up for what quantising the base loses, and the base is held in model.dtype; leave "
-        'it out, or use "pissa", which trains the largest part of each weight'
+        "is computed from each whole weight and from what quantising loses of it, and a rank has a "
+        'piece; leave it out, or use true or "gaussian" on a quantised base'
     ),
     "eva": (
         "computes A from whole inputs of every layer, which are cut here; run peft's "

@@ -5,17 +5,17 @@ Refused by name rather than skipped: what was asked for is done exactly, or not 
 
 from collections.abc import Mapping
 
+from tplora.recipe.quantization_rules import REFUSED_QUANTIZATION
+
 __all__ = ["REFUSED", "REFUSED_TABLES"]
 
 _SIZES = "not supported yet; leave it out: the axes are tp_size, fsdp_size and dp_replicate_size"
-_QUANTIZED = "not supported yet: the base is held in `model.dtype`; leave it out"
+_QUANTIZED = "its keys are those of the table [quantization]; move them there"
 _OWN_MESH = "the mesh is built from [parallel]; leave it out"
 _EXPERTS = "not supported yet: every rank holds a piece of each expert; leave it out"
 _PLAN = "the plan comes from the model's own tensor-parallel plan; leave it out"
 
-REFUSED_TABLES: Mapping[str, str] = {
-    "quantization": "not supported yet: the base is held in `model.dtype`; leave the table out",
-}
+REFUSED_TABLES: Mapping[str, str] = {}
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (
@@ -52,4 +52,5 @@ REFUSED: Mapping[tuple[str, str], str] = {
     ("parallel", "sp_size"): _SIZES,
     ("parallel", "dp_shard_size"): "transformers calls it fsdp_size",
     ("parallel", "dp_size"): "write `dp_replicate_size`",
+    **{("quantization", key): reason for key, reason in REFUSED_QUANTIZATION.items()},
 }

@@ -1,8 +1,9 @@
 """The recipe: one frozen model per TOML table, and the value they make together.
 
-``[model]`` takes the names of ``from_pretrained``, ``[parallel]`` those of ``DistributedConfig``,
-``[lora]`` those of peft's ``LoraConfig`` and ``[train]`` those of trl's ``SFTConfig``. The last two
-stay plain dicts: their names and types are the upstream classes', and ``check`` holds them to it.
+``[model]`` takes the names of ``from_pretrained``, ``[quantization]`` those of transformers'
+``BitsAndBytesConfig``, ``[parallel]`` those of ``DistributedConfig``, ``[lora]`` those of peft's
+``LoraConfig`` and ``[train]`` those of trl's ``SFTConfig``. The last two stay plain dicts: their
+names and types are the upstream classes', and ``check`` holds them to it.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tplora.recipe.toml import dump_toml
 
-__all__ = ["TABLES", "DataTable", "ExportTable", "ModelTable", "ParallelTable", "Recipe"]
+__all__ = [
+    "TABLES",
+    "DataTable",
+    "ExportTable",
+    "ModelTable",
+    "ParallelTable",
+    "QuantizationTable",
+    "Recipe",
+]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotEmpty = Annotated[str, Field(min_length=1)]
@@ -45,6 +54,29 @@ class ModelTable(_Table):
     """Tokens that tokenizer and model are given; their rows are trained and saved."""
     gguf_file: str | None = None
     local_files_only: bool = False
+
+
+class QuantizationTable(_Table):
+    """``[quantization]``: the frozen base in 4 or 8 bits, in the words of ``BitsAndBytesConfig``.
+
+    What is left out is as there: "fp4", multiplied in float32.
+    """
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    """Whether the scales of 4 bits are rounded to 8 bits themselves."""
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What a layer multiplies in, once its weight is unpacked."""
+    bnb_4bit_quant_storage: Literal["uint8", "int8", "float16", "bfloat16", "float32"] = "uint8"
+    llm_int8_skip_modules: list[str] | None = None
+    """Modules that stay as they are, in 4 bits as well; "lm_head" has to be among them."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is to be quantised."""
+        return self.load_in_4bit or self.load_in_8bit
 
 
 class ParallelTable(_Table):
@@ -84,6 +116,7 @@ class ExportTable(_Table):
 
 TABLES: Mapping[str, type[_Table]] = {
     "model": ModelTable,
+    "quantization": QuantizationTable,
     "parallel": ParallelTable,
     "data": DataTable,
     "export": ExportTable,
@@ -102,6 +135,7 @@ class Recipe:
     parallel: ParallelTable
     data: DataTable
     export: ExportTable
+    quantization: QuantizationTable = field(default_factory=QuantizationTable)
     lora: dict[str, Any]
     """Arguments of ``LoraConfig``, as given."""
     train: dict[str, Any]
@@ -111,8 +145,10 @@ class Recipe:
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The recipe as plain tables, without the keys that have no value."""
+        quantization = self.quantization.model_dump(exclude_unset=True, exclude_none=True)
         return {
             "model": self.model.model_dump(exclude_none=True),
+            **({"quantization": quantization} if quantization else {}),
             "parallel": self.parallel.model_dump(exclude_none=True),
             "lora": dict(self.lora),
             "data": self.data.model_dump(exclude_none=True),

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 
 from tplora.base.source import resolve_model
 from tplora.errors import ArtifactError
+from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
 
@@ -26,6 +28,15 @@ class Base:
     """Of a hub id."""
     dtype: torch.dtype
     """Of the weights, as in training."""
+    quantization: BitsAndBytesConfig | None = None
+    """How they are quantised on their way, as in training; a bare adapter does not say."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further arguments of ``from_pretrained``."""
+        if self.quantization is None:
+            return {}
+        return {"quantization_config": self.quantization}
 
 
 def find_base(
@@ -44,11 +55,13 @@ def find_base(
         SourceError: If the base cannot be had any more.
     """
     kept = run / "recipe.toml"
-    model = load_recipe(kept).model if kept.is_file() else _named_by(adapter)
+    recipe = load_recipe(kept) if kept.is_file() else None
+    model = _named_by(adapter) if recipe is None else recipe.model
+    quantization = None if recipe is None else build_quantization_config(recipe.quantization)
     source = resolve_model(model, recipe_folder=run, progress=progress)
     revision = None if source.is_local else model.revision
     dtype = _dtype(model.dtype, source.path, revision)
-    return Base(path=source.path, revision=revision, dtype=dtype)
+    return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
 
 
 def _named_by(adapter: Path) -> ModelTable:

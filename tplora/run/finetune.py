@@ -30,7 +30,9 @@ from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
 from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
+from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
+from tplora.run.card import card_facts
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from tplora.adapter.model import TploraModel
     from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
-    from tplora.recipe.schema import ModelTable, Recipe
+    from tplora.recipe.schema import Recipe
     from tplora.train.data import TokenizedRows
 
 __all__ = ["run_finetune"]
@@ -182,13 +184,9 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
 def _load(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
 ) -> TploraModel:
-    base = load_base(
-        source.path,
-        tp_size=plan.tp_size,
-        **recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"}),
-        device=device,
-        **_loading(recipe.model, source),
-    )
+    sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
+    options = _loading(recipe, source) | sizes
+    base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
     seed: int = recipe.train.get("seed", SFTConfig.seed)
     if setup.num_tokens is not None:
         resize_tokens(base, setup.num_tokens, seed=seed)
@@ -209,13 +207,14 @@ def _load(
     return model
 
 
-def _loading(model: ModelTable, source: ModelSource) -> dict[str, Any]:
+def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` that the recipe gives and the source has not settled."""
     names = ["dtype", "trust_remote_code", "attn_implementation", "subfolder"]
     if not source.is_local:
         names += ["revision", "cache_dir", "local_files_only"]
-    given = model.model_dump(include=set(names), exclude_none=True)
-    return {name: value for name, value in given.items() if name in names}
+    given = recipe.model.model_dump(include=set(names), exclude_none=True)
+    quantization = build_quantization_config(recipe.quantization)
+    return given if quantization is None else given | {"quantization_config": quantization}
 
 
 def _training_arguments(
@@ -243,7 +242,9 @@ def _save(
 ) -> None:
     adapter = stage.folder / "adapter"
     if stage.is_writer:
-        model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
+        model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
+        if model.plan.quantization is not None:
+            model.card_facts["base held in"] = str(model.plan.quantization)
     dtype = recipe.export.adapter_dtype
     save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if not stage.is_writer:
@@ -251,15 +252,6 @@ def _save(
     tokenizer.save_pretrained(adapter)
     draw_loss(stage.folder / "metrics.jsonl", stage.folder / "loss.png", title=recipe.name)
     stage.say(f"adapter saved in {adapter}")
-
-
-def _card_facts(recipe: Recipe, records: list[dict[str, float]]) -> dict[str, str]:
-    """What the model card says of the training."""
-    facts = {"rows": f"`{Path(recipe.data.train).name}`", "steps": str(records[-1]["step"])}
-    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
-    if losses:
-        facts["evaluation loss"] = " -> ".join(f"{loss:.4f}" for loss in (losses[0], losses[-1]))
-    return facts
 
 
 def _finish(
@@ -273,7 +265,7 @@ def _finish(
     """What one process does alone, once the others have given their memory back."""
     report = None
     if processes.rank == 0 and recipe.export.verify:
-        report = _verify(source, folder, dtype)
+        report = _verify(recipe, source, folder, dtype)
     if processes.rank == 0 and recipe.export.merged:
         merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
@@ -288,8 +280,14 @@ def _finish(
     )
 
 
-def _verify(source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
-    report = verify_adapter(folder / "adapter", source.path, folder / PROBE, dtype=dtype)
+def _verify(recipe: Recipe, source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
+    report = verify_adapter(
+        folder / "adapter",
+        source.path,
+        folder / PROBE,
+        dtype=dtype,
+        quantization=build_quantization_config(recipe.quantization),
+    )
     if not report.passed:
         raise ArtifactError(
             f"{folder / 'adapter'}: in plain PEFT its logits differ from the trained model's by "

@@ -43,7 +43,12 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
     base = find_base(run, adapter)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = load_base(
-        base.path, tp_size=tp_size, device=device, dtype=base.dtype, revision=base.revision
+        base.path,
+        tp_size=tp_size,
+        device=device,
+        dtype=base.dtype,
+        revision=base.revision,
+        **base.options,
     )
     num_tokens = read_adapter(adapter).num_tokens
     if num_tokens > model.get_input_embeddings().weight.shape[0]:

@@ -8,6 +8,7 @@ from trl import SFTConfig
 from tplora.base.source import resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
+from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
 from tplora.run.vocabulary import load_tokenizer, set_up_adapter
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
@@ -40,8 +41,17 @@ def plan_recipe(
         setup.lora,
         tp_size=tp_size,
         dtype=recipe.model.dtype,
+        quantization=build_quantization_config(recipe.quantization),
         trust_remote_code=recipe.model.trust_remote_code,
     )
+    if recipe.export.merged and plan.quantization is not None and not recipe.quantization.is_asked:
+        raise PlanError(
+            [
+                "export.merged = true: the base's files are quantised, and what is merged into "
+                "them would be rounded anew; set export.merged = false, or name the unquantised "
+                "model and quantise it with [quantization]"
+            ]
+        )
     if recipe.export.merged and plan.has_experts:
         raise PlanError(
             [

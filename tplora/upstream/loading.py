@@ -85,8 +85,15 @@ class _LocalSizes:
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
-    """``PreTrainedModel._weight_conversions`` (transformers 5.24): those that this load used."""
-    return list(getattr(model, "_weight_conversions", None) or [])
+    """``PreTrainedModel._weight_conversions`` (transformers 5.24): those that this load used.
+
+    Not those that only put a quantised weight together; they have no way back.
+    """
+    return [
+        one
+        for one in getattr(model, "_weight_conversions", None) or []
+        if not any(hasattr(op, "hf_quantizer") for op in getattr(one, "operations", ()))
+    ]
 
 
 def has_interleaved_experts(model: PreTrainedModel) -> bool:
@@ -186,5 +193,10 @@ class Conversions:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        model: Any = self._model
+        kept, model._weight_conversions = model._weight_conversions, _conversions(model)
+        try:
+            reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+        finally:
+            model._weight_conversions = kept
         return reverted

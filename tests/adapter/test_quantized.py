@@ -1,0 +1,254 @@
+"""QLoRA on P ranks is QLoRA in one process: ten steps of plain PEFT, every number.
+
+bitsandbytes computes in float32 at most, so numbers are held to what float32 can show: losses to
+1e-5, gradients to 1e-4 of the largest in their tensor. Plain SGD, because AdamW divides a gradient
+by its own size, and so makes rounding of one that is nearly zero into a step as long as any other.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from tests.communication import count_collectives
+from tests.models import STEPS, batches, world_size
+from tests.quantized import (
+    adapted,
+    cut_of,
+    load_pieces,
+    plain_adapted,
+    quantized_linears,
+    write_wide,
+)
+from tplora.adapter import linear
+from tplora.adapter.attach import attach_adapter
+from tplora.base import quantized_product
+from tplora.base.load import check_shards
+from tplora.errors import PlanError
+
+pytestmark = pytest.mark.world
+
+LOSS, GRADIENT = 1e-5, 1e-4
+LEARNING_RATE = 0.1
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """``wide("llama")`` is a checkpoint whose pieces are whole blocks."""
+    folder, written = tmp_path_factory.mktemp("wide"), {}
+
+    def get(name):
+        if name not in written:
+            written[name] = str(write_wide(name, folder / name))
+        return written[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def recorded(alone, wide, tmp_path_factory):
+    """``recorded(name, method, targets)``: path and file of plain PEFT's run, made once."""
+    folder, files = tmp_path_factory.mktemp("alone"), {}
+
+    def get(*case):
+        if case not in files:
+            files[case] = folder / f"{len(files)}.safetensors"
+            alone.run(_record, wide(case[0]), *case[1:], files[case])
+        return wide(case[0]), files[case]
+
+    return get
+
+
+def _train(model, see, num_steps=STEPS, checkpointing=False):
+    if checkpointing:
+        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=LEARNING_RATE)
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        loss = model(**batches(1)[0]).loss
+        loss.backward()
+        see(f"step {step}: loss", loss)
+        for name, parameter in trained.items():
+            see(f"step {step}: grad of {name}", parameter.grad)
+        optimizer.step()
+    for name, parameter in trained.items():
+        see(f"{name} after step {num_steps}", parameter)
+
+
+def _record(path, method, targets, file):
+    seen = {}
+    model = plain_adapted(path, method, targets)
+    _train(model, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
+    losses = [float(seen[f"step {k}: loss"]) for k in (1, STEPS)]
+    assert losses[1] < losses[0] - 0.1, f"nothing is learnt: {losses}"
+    save_file(seen, file)
+
+
+def _differences(path, method, targets, file, num_steps=STEPS, checkpointing=False):
+    """Every number that is further from the run alone than float32 is."""
+    wanted, found = load_file(file), {}
+
+    def see(what, tensor):
+        full = tensor.detach()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        there = wanted.pop(what, None)
+        if there is None:
+            return
+        error = float((full - there).abs().max() / there.abs().max().clamp(min=1e-30))
+        if error > (LOSS if what.endswith("loss") else GRADIENT):
+            found[what] = error
+
+    model = adapted(path, method, targets)
+    if targets != "experts":  # whose wrappers hide the parameter that is looked at
+        check_shards(model.get_base_model(), model.plan)
+    assert model.plan.quantization.names == set(quantized_linears(load_pieces(path, method)))
+    _train(model, see, num_steps, checkpointing)
+    return found, sorted(wanted)
+
+
+def _is_the_run_alone(*case):
+    found, unseen = _differences(*case)
+    assert not found, found
+    assert not unseen, f"never seen here: {unseen}"
+
+
+@pytest.mark.parametrize("method", ["nf4", "nf4-double", "int8"])
+def test_ten_steps_equal_plain_peft(world, recorded, method):
+    path, file = recorded("llama_bias", method, "all-linear")
+    world.run(_is_the_run_alone, path, method, "all-linear", file)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "targets"),
+    [
+        (2, "qwen3", "all-linear"),
+        (3, "phi3", "all-linear"),
+        (2, "qwen3_moe", "experts"),
+        (4, "qwen3", "all-linear"),
+        (2, "llama", "beside"),
+    ],
+)
+def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):
+    path, file = recorded(name, "nf4-double", targets)
+    world_of(size).run(_is_the_run_alone, path, "nf4-double", targets, file)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "method"), [(3, "llama_bias", "fp4"), (2, "phi3", "int8")]
+)
+def test_linears_without_an_adapter_equal_plain_peft(world_of, recorded, size, name, method):
+    targets = "fused-query" if name == "phi3" else "query"
+    path, file = recorded(name, method, targets)
+    world_of(size).run(_is_the_run_alone, path, method, targets, file)
+
+
+def test_activation_checkpointing_changes_nothing(world2, recorded):
+    path, file = recorded("phi3", "nf4-double", "all-linear")
+    world2.run(_is_the_run_alone, path, "nf4-double", "all-linear", file, STEPS, True)
+
+
+def test_one_process_equals_plain_peft(alone, recorded):
+    path, file = recorded("llama_bias", "int8", "all-linear")
+    alone.run(_is_the_run_alone, path, "int8", "all-linear", file)
+
+
+def _communication(path, method, targets):
+    model, batch = adapted(path, method, targets), batches(1)[0]
+    model(**batch).loss.backward()
+    outputs = []
+    forward = count_collectives(lambda: outputs.append(model(**batch)))
+    backward = count_collectives(lambda: outputs[0].loss.backward())
+    for found in (forward, backward):
+        found.pop("wrap_tensor_autograd", None)
+    return forward, backward
+
+
+@pytest.mark.parametrize("method", ["nf4-double", "int8"])
+def test_a_decoder_layer_takes_two_collectives_each_way(world, wide, method):
+    for forward, backward in world.run(_communication, wide("llama"), method, "all-linear"):
+        assert forward == {"all_reduce": 2 * 2 + 1, "all_gather": 1}  # embedding; head
+        assert backward == {"all_reduce": 2 * 2 + 1 - 1 + 1}  # head; frozen embedding; bucket
+
+
+def _broken(path, method, file, break_it):
+    with pytest.MonkeyPatch.context() as patch:
+        break_it(patch)
+        return _differences(path, method, "query", file, num_steps=1)[0]
+
+
+def _without_input_gradients(patch):
+    patch.setattr(quantized_product, "replicate_input", lambda x, group: x)
+
+
+def _with_the_bias_on_every_rank(patch):
+    def multiply(module, x, bias, original=quantized_product.multiply):
+        return original(module, x, quantized_product.local_bias(module))
+
+    patch.setattr(quantized_product, "multiply", multiply)
+
+
+def _with_gradients_of_rounded_codes(patch):
+    backward = quantized_product._EightBitProduct.backward
+
+    def broken(ctx, grad):
+        ctx.scales = ctx.scales.roll(1)
+        return backward(ctx, grad)
+
+    patch.setattr(quantized_product._EightBitProduct, "backward", staticmethod(broken))
+
+
+@pytest.mark.parametrize(
+    ("method", "break_it"),
+    [
+        ("nf4", _without_input_gradients),
+        ("nf4", _with_the_bias_on_every_rank),
+        ("int8", _with_gradients_of_rounded_codes),
+    ],
+)
+def test_parity_sees(world2, recorded, method, break_it):
+    path, file = recorded("llama_bias", method, "query")
+    assert all(world2.run(_broken, path, method, file, break_it))
+
+
+def _merge_is_refused(path):
+    model = adapted(path, "nf4", "query")
+    with pytest.raises(PlanError, match="merge the saved adapter into the unquantised base"):
+        model.merge_adapter()
+    assert model.is_loaded_in_4bit is False  # else trl would cast the factors
+    assert model.get_base_model().is_loaded_in_4bit is True
+    head = load_pieces(path, "nf4", llm_int8_skip_modules=["q_proj"])
+    with pytest.raises(PlanError, match="add 'lm_head' to quantization"):
+        attach_adapter(head, LoraConfig(target_modules=["v_proj"]))
+
+
+def test_merging_in_place_and_a_quantised_head_are_refused(world2, wide):
+    world2.run(_merge_is_refused, wide("llama"))
+
+
+def _eval_then_train(path, method, file):
+    """bitsandbytes packs a weight anew out of training, and then has no gradient for it."""
+    model = adapted(path, method, "all-linear")
+    batch = batches(1)[0]
+    with torch.no_grad():
+        found = model.eval()(**batch).loss
+    model.train()
+    loss = model(**batch).loss
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.detach(), load_file(file)["step 1: loss"], rtol=LOSS, atol=0)
+    loss.backward()
+    first = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert first.lora_B["default"].weight.grad is not None
+    assert world_size() == 1 or cut_of(first.get_base_layer()).dim == 0
+
+
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_evaluation_computes_what_training_does(world2, alone, recorded, method):
+    path, file = recorded("llama_bias", method, "all-linear")
+    for one in (alone, world2):
+        one.run(_eval_then_train, path, method, file)
+
+
+def test_the_layers_use_the_product_that_is_tested_here():
+    assert linear.multiply is quantized_product.multiply

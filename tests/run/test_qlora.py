@@ -1,0 +1,142 @@
+"""`tplora finetune` on a base in 4 bits, from the outside: run, verify, generate, merge, resume."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.quantized import WIDE, load_whole, quantized_linears
+from tests.run.test_finetune import RECIPE, chat, metrics, tplora
+from tests.tiny import write_checkpoint
+from tests.train.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.world
+
+QUANTIZATION = """
+[quantization]
+load_in_4bit = true
+bnb_4bit_quant_type = "nf4"
+bnb_4bit_use_double_quant = true
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a recipe, a base in bfloat16, the same in 4 bits, and rows."""
+    folder = tmp_path_factory.mktemp("place")
+    write_checkpoint("llama", folder / "base", vocab_size=512, max_position_embeddings=256, **WIDE)
+    tiny_tokenizer().save_pretrained(folder / "base")
+    packed = load_whole(str(folder / "base"), "nf4-double")
+    packed.save_pretrained(folder / "packed")
+    tiny_tokenizer().save_pretrained(folder / "packed")
+    saving = 'save_strategy = "steps"\nsave_steps = 2\n'
+    (folder / "recipe.toml").write_text(QUANTIZATION + RECIPE + saving)
+    (folder / "packed.toml").write_text(RECIPE.replace('"base"', '"packed"'))
+    (folder / "train.jsonl").write_text("\n".join(chat(n) for n in range(14)) + "\n")
+    (folder / "eval.jsonl").write_text("\n".join(chat(n) for n in range(20, 25)) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cut(place) -> Path:
+    """The run's folder of the recipe at tp_size 2."""
+    done = tplora(place, "finetune", "recipe.toml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "in plain PEFT" in done.stdout
+    return place / "runs" / "recipe"
+
+
+def _close(here: Path, there: Path) -> None:
+    """The same losses to float32's rounding, which AdamW carries on."""
+    for a, b in zip(metrics(here), metrics(there), strict=True):
+        for name in {"loss", "eval_loss"} & set(a):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), (a, b)
+
+
+def test_a_run_at_tp_size_2_is_the_run_at_tp_size_1(place, cut):
+    argv = ["--set", "parallel.tp_size=1", "--output", "whole"]
+    done = tplora(place, "finetune", "recipe.toml", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    _close(cut, place / "whole")
+    assert all(t.dtype == torch.float32 for t in _factors(cut).values())  # not trl's bfloat16
+    text = " ".join((cut / "plan.txt").read_text().split())
+    assert "nf4 with double quantization in 14 linear layers" in text
+    assert "nf4 with double quantization" in (cut / "adapter" / "README.md").read_text()
+
+
+def _factors(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_checkpoint_that_is_quantised_trains_as_the_one_that_it_was_made_from(place, cut):
+    done = tplora(place, "finetune", "packed.toml", "--set", "parallel.tp_size=1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = place / "runs" / "packed"
+    _close(cut, run)
+    for argv in (
+        ["verify", str(run)],
+        ["generate", str(run), "what is 3", "--max-new-tokens", "4"],
+    ):
+        done = tplora(place, *argv)
+        assert done.returncode == 0, done.stderr + done.stdout
+    done = tplora(place, "export", str(run), "--merged", "nowhere")
+    assert done.returncode == 1
+    assert "the base's weights are packed (bitsandbytes)" in done.stderr
+    merging = ["--set", "export.merged=true", "--output", "nowhere"]
+    done = tplora(place, "finetune", "packed.toml", *merging)
+    assert done.returncode == 1
+    assert "export.merged = true: the base's files are quantised" in done.stderr
+    assert not (place / "nowhere").exists()
+
+
+def test_verify_and_generate_take_the_base_as_it_was_trained_on(place, cut):
+    done = tplora(place, "verify", str(cut))
+    assert done.returncode == 0, done.stderr + done.stdout
+    done = tplora(place, "generate", str(cut), "what is 3", "--max-new-tokens", "8")
+    assert "the answer" in done.stdout, done.stderr + done.stdout
+    other = place / "unquantised"
+    shutil.copytree(cut, other)
+    text = (cut / "recipe.toml").read_text()
+    table = text[text.index("[quantization]") : text.index("[parallel]")]
+    (other / "recipe.toml").write_text(text.replace(table, ""))
+    done = tplora(place, "verify", str(other))
+    assert done.returncode == 1, "the unquantised base says something else"
+
+
+def test_merging_goes_into_the_unquantised_base(place, cut):
+    done = tplora(place, "export", str(cut), "--merged", "merged")
+    assert done.returncode == 0, done.stderr + done.stdout
+    merged = AutoModelForCausalLM.from_pretrained(place / "merged", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+    assert not quantized_linears(merged)
+    name, factors = "model.layers.1.mlp.down_proj", _factors(cut)
+    a, b = (factors[f"base_model.model.{name}.lora_{key}.weight"] for key in "AB")
+    wanted = base.get_parameter(f"{name}.weight") + 8 / 4 * (b @ a)  # PEFT's lora_alpha; r
+    found = merged.get_parameter(f"{name}.weight")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_run_resumes_on_a_quantised_base_at_another_tp_size(place, cut, tmp_path):
+    run = tmp_path / "killed"
+    shutil.copytree(cut, run)
+    for name in ("adapter", "checkpoint-4"):
+        shutil.rmtree(run / name)
+    argv = ["--output", str(run), "--resume", "--set", "parallel.tp_size=1"]
+    done = tplora(place, "finetune", "recipe.toml", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert f"resumed from {run}/checkpoint-2" in done.stdout
+    for name, factor in _factors(run).items():
+        torch.testing.assert_close(factor, _factors(cut)[name], rtol=0, atol=1e-3, msg=name)
+
+
+def test_a_tp_size_that_breaks_blocks_is_refused_before_any_process_starts(place):
+    (place / "odd.toml").write_text((place / "recipe.toml").read_text())
+    done = tplora(place, "plan", "odd.toml", "--set", "parallel.tp_size=6")
+    assert done.returncode == 0, done.stderr
+    done = tplora(place, "finetune", "odd.toml", "--set", "parallel.tp_size=8")
+    assert done.returncode == 1
+    assert "nf4 has blocks of 64 values, and the rows of model.layers.0" in done.stderr
+    assert "Traceback" not in done.stderr
