@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,8 @@ from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
     from tplora.adapter.model import TploraModel
