@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
+from torch.distributed.tensor import _redistribute, debug
 
 # A fork server that has imported the slow modules once makes a new world cheap.
 CONTEXT = mp.get_context("forkserver")
@@ -140,6 +141,16 @@ def _drop_groups() -> None:
     A hundred jobs later they would take all of the processor.
     """
     dist.barrier()  # a peer may still be reading from one of them
+    sizes = set()
     for group in list(c10d._world.pg_map):
         if group is not dist.group.WORLD:
+            sizes.add(dist.get_world_size(group))
             dist.destroy_process_group(group)
+    if sizes - {1, dist.get_world_size()}:  # a mesh of several axes
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps what it found out of an operation, with the mesh, whose groups are gone."""
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()

@@ -83,18 +83,18 @@ def finetune(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on from the folder's last checkpoint, at any parallel.tp_size."
+            "--resume", help="Go on from the folder's last checkpoint, over any [parallel] sizes."
         ),
     ] = False,
     prepared: Annotated[bool, typer.Option("--prepared", hidden=True)] = False,
 ) -> None:
     """Train an adapter: on every GPU, or on the CPU.
 
-    Starts the processes itself: parallel.tp_size of them; "auto" is one for each GPU. Works inside
-    torchrun, too.
+    Starts the processes itself: parallel.tp_size of them for each copy of the model; "auto" is one
+    for each GPU. Works inside torchrun, too.
     """
-    from tplora.launch.launcher import check_world_size
     from tplora.mesh import current_processes
+    from tplora.plan.axes import fill_world
     from tplora.recipe.check import read_recipe
     from tplora.terminal.steps import finetune_from_here, prepare_rank, train
 
@@ -108,10 +108,9 @@ def finetune(
     if not processes.is_launched:
         finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite, resume=resume)
         return
-    check_world_size(processes.world_size, asked.parallel.tp_size)
-    rank, size = processes.rank, processes.world_size
+    axes, rank = fill_world(processes.world_size, asked.parallel), processes.rank
     if prepared or prepare_rank(
-        asked, folder, rank=rank, tp_size=size, overwrite=overwrite, resume=resume
+        asked, folder, rank=rank, axes=axes, overwrite=overwrite, resume=resume
     ):
         train(asked, folder, rank=rank, resume=resume)
 
@@ -123,10 +122,10 @@ def plan(recipe: RecipePath, set_: Overrides = None) -> None:
     Needs no weights, no processes and no GPU.
     """
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import planned_tp_size, show_plan
+    from tplora.terminal.steps import planned_axes, show_plan
 
     asked = read_recipe(recipe, set_ or [])
-    show_plan(asked, tp_size=planned_tp_size(asked))
+    show_plan(asked, axes=planned_axes(asked))
 
 
 @app.command()
@@ -135,10 +134,10 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
     from tplora.recipe.check import read_recipe
     from tplora.run.preflight import tokenize_recipe_rows
     from tplora.terminal.show import say
-    from tplora.terminal.steps import planned_tp_size, show_plan
+    from tplora.terminal.steps import planned_axes, show_plan
 
     asked = read_recipe(recipe, set_ or [])
-    show_plan(asked, tp_size=planned_tp_size(asked))
+    show_plan(asked, axes=planned_axes(asked))
     for rows in tokenize_recipe_rows(asked):
         say(rows.summary())
     say(f"ready: tplora finetune {recipe}", style="green")

@@ -13,8 +13,10 @@ import pytest
 
 from tplora.errors import LaunchError
 from tplora.launch.failure import Exit, FailureRecord, describe_exit, find_root_cause
-from tplora.launch.launcher import check_world_size, default_num_processes, launch
+from tplora.launch.launcher import default_num_processes, launch
 from tplora.mesh import child_environment
+from tplora.plan.axes import Axes, fill_world
+from tplora.recipe.schema import ParallelTable
 
 # What every program below starts with: it leaves its process id, then waits for its part.
 _PRELUDE = """
@@ -247,19 +249,37 @@ def test_every_rank_has_a_thread_however_many_there_are(monkeypatch):
     [("auto", 0, 1), (3, 0, 3), ("auto", 8, 8), (8, 8, 8), (2, 8, 2), (1, 1, 1)],
 )
 def test_a_run_has_tp_size_processes_and_auto_is_every_gpu(tp_size, num_gpus, expected):
-    assert default_num_processes(tp_size, num_gpus=num_gpus) == expected
+    parallel = ParallelTable(tp_size=tp_size)
+    assert default_num_processes(parallel, num_gpus=num_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_gpus", "expected"), [("auto", 0, 2), ("auto", 8, 8), (3, 0, 6), (2, 8, 4)]
+)
+def test_every_copy_of_the_model_has_tp_size_processes(tp_size, num_gpus, expected):
+    parallel = ParallelTable(tp_size=tp_size, dp_replicate_size=2)
+    assert default_num_processes(parallel, num_gpus=num_gpus) == expected
+    assert fill_world(expected, parallel).tp_size == expected // 2
 
 
 def test_more_processes_than_gpus_are_refused_with_what_to_do():
     with pytest.raises(LaunchError, match="tp_size = 2: this machine has 1 GPU; set it to 1 or"):
-        default_num_processes(2, num_gpus=1)
+        default_num_processes(ParallelTable(tp_size=2), num_gpus=1)
+    parallel = ParallelTable(tp_size=2, dp_replicate_size=2)
+    with pytest.raises(LaunchError, match="product of its sizes = 4: this machine has 3 GPUs; set"):
+        default_num_processes(parallel, num_gpus=3)
 
 
-def test_a_world_of_another_size_is_refused_with_both_numbers():
-    check_world_size(4, "auto")
-    check_world_size(4, 4)
-    with pytest.raises(LaunchError, match="tp_size = 3: needs 3 processes, torchrun started 4"):
-        check_world_size(4, 3)
+def test_a_world_of_another_size_is_refused_with_every_size():
+    assert fill_world(4, ParallelTable()) == Axes(tp_size=4)
+    assert fill_world(4, ParallelTable(tp_size=4)) == Axes(tp_size=4)
+    with pytest.raises(LaunchError, match="parallel: tp_size 3 needs 3 processes, 4 were started"):
+        fill_world(4, ParallelTable(tp_size=3))
+    message = "parallel: dp_replicate_size 3 x tp_size 2 needs 6 processes, 4 were started; use --n"
+    with pytest.raises(LaunchError, match=message):
+        fill_world(4, ParallelTable(tp_size=2, dp_replicate_size=3))
+    with pytest.raises(LaunchError, match='"auto": 4 processes cannot be shared out to 3 groups'):
+        fill_world(4, ParallelTable(dp_replicate_size=3))
 
 
 def _record(time_s: float, *, is_lost_peer: bool = False) -> FailureRecord:

@@ -273,5 +273,4 @@ def test_too_few_rows_and_a_wrong_world_size_are_one_line_each(place):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     done = tplora(place, "finetune", "recipe.toml", "--output", "three", **ranks)
     assert done.returncode == 1
-    assert "3" in done.stderr
-    assert "parallel.tp_size" in done.stderr
+    assert "parallel: tp_size 2 needs 2 processes, 3 were started" in done.stderr

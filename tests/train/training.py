@@ -26,6 +26,7 @@ class Setup:
     dropout: float = 0.0
     learning_rate: float = 1e-2
     batch_size: int = 2
+    eval_batch_size: int = 2
     accumulation: int = 2
     max_steps: int = 5
     has_eval: bool = False
@@ -76,7 +77,7 @@ def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
         "output_dir": str(folder),
         "max_steps": setup.max_steps,
         "per_device_train_batch_size": setup.batch_size,
-        "per_device_eval_batch_size": 2,
+        "per_device_eval_batch_size": setup.eval_batch_size,
         "gradient_accumulation_steps": setup.accumulation,
         "learning_rate": setup.learning_rate,
         "logging_steps": setup.logging_steps,

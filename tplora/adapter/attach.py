@@ -25,7 +25,7 @@ def attach_adapter(
     config: LoraConfig,
     *,
     seed: int = 42,
-    data_rank: int = 0,
+    data_rank: int | None = None,
     plan: Plan | None = None,
     autocast_adapter_dtype: bool = True,
 ) -> TploraModel:
@@ -39,7 +39,7 @@ def attach_adapter(
         config: PEFT's config.
         seed: The same on every rank; the full factors are plain PEFT's after
             ``torch.manual_seed(seed)``.
-        data_rank: This tp group's place on the data axes.
+        data_rank: This tp group's place on the data axes; the mesh says it when left out.
         plan: The plan made before loading; made here when left out.
         autocast_adapter_dtype: As in PEFT: factors of a half-precision base are float32.
 

@@ -12,7 +12,8 @@ for ordinary backward passes, but fire once per nested backward under reentrant 
 would reduce block by block; they remain as a second trigger, for a loss that was computed from
 something other than the model's output.
 
-Communication: one all-reduce of the partial factors' bytes per optimizer step.
+Communication: one all-reduce of the partial factors' bytes per optimizer step; over data axes, see
+``data_axis.py``, which sums and averages in one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
+    from tplora.adapter.data_axis import DataAxis
     from tplora.adapter.factor import Factor
     from tplora.collectives import SharedInput
 
@@ -44,10 +46,13 @@ class GradientSync:
     Args:
         group: The tensor-parallel process group.
         shared_input: The memo to clear once a backward pass is over.
+        data: The ranks that get other rows; None if there are none.
     """
 
-    def __init__(self, group: ProcessGroup, shared_input: SharedInput) -> None:
-        self._group = group
+    def __init__(
+        self, group: ProcessGroup, shared_input: SharedInput, data: DataAxis | None = None
+    ) -> None:
+        self._group, self._data = group, data
         self._shared_input = shared_input
         self._factors: dict[str, Factor] = {}
         self._is_queued = False
@@ -85,7 +90,9 @@ class GradientSync:
         self._is_queued = False
         self._shared_input.clear()
         fresh = [f for f in self._factors.values() if f.leaf_grad is not None]
-        if GradientState().sync_gradients:
+        if GradientState().sync_gradients and self._data is not None:
+            self.num_buckets += self._data.average(self._factors.values())
+        elif GradientState().sync_gradients:
             self._reduce([f for f in fresh if f.is_partial])
         for factor in self._factors.values():
             _publish(factor, is_reduced=bool(GradientState().sync_gradients))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
+from tplora.adapter.sharded_base import check_merge_target
 from tplora.errors import PlanError, ShardError
 from tplora.upstream import local_shard
 
@@ -70,6 +71,7 @@ class MergesLocally:
     def merge_target(self: Any) -> torch.Tensor:
         """The parameter that takes the delta in."""
         weight: torch.Tensor = self.get_base_layer().weight
+        check_merge_target(weight)
         return weight
 
     def merged_weight(self: Any, name: str, weight: torch.Tensor) -> torch.Tensor:

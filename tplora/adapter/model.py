@@ -16,10 +16,12 @@ from peft import (
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
+from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
+from tplora.adapter.sharded_base import check_sharded_base
 from tplora.adapter.tokens import TploraTokens
 from tplora.adapter.trained import building_trained, conflicts, cut_trained
 from tplora.adapter.variants.singular import SingularValues
@@ -30,6 +32,7 @@ from tplora.plan.build import Plan, plan_layers
 from tplora.plan.initial import alone_problem, changes_base
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import auto_class, tp_mesh
+from tplora.upstream.fsdp import enter_through_hooks, is_sharded_over_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +59,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         config: PEFT's config, used as it is.
         plan: The plan that was made for both.
         seed: Where the factors and the dropout masks come from.
-        data_rank: This tp group's place on the data axes.
+        data_rank: This tp group's place on the data axes; the mesh says it when left out.
         kwargs: What PEFT's own constructor takes.
     """
 
@@ -70,11 +73,13 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         *,
         plan: Plan,
         seed: int,
-        data_rank: int = 0,
+        data_rank: int | None = None,
         **kwargs: Any,
     ) -> None:
         mesh = tp_mesh(model)
-        shared_input = SharedInput(None if mesh is None else mesh.get_group())
+        is_cut = mesh is not None and mesh.size() > 1
+        shared_input = SharedInput(mesh.get_group() if mesh is not None and is_cut else None)
+        check_sharded_base(model, config, plan.layers, plan.trained)
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
         with (
@@ -85,10 +90,17 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
-        self.sync = None if mesh is None else GradientSync(mesh.get_group(), shared_input)
+        self.data = data_axis(model, tp_size=plan.tp_size)
+        self.sync = (
+            None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
+        )
         self._shared_input = shared_input
         self._beside: dict[str, dict[str, Factor]] = {}
         self._take_factors("default", plan.layers, plan.trained)
+        if data_rank is None:
+            data_rank = 0 if self.data is None else self.data.rank
+        if is_sharded_over_data(model):
+            enter_through_hooks(self.base_model, model)
         self._watch_root(ForwardSeed(seed, data_rank))
 
     def _take_factors(
@@ -128,6 +140,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         problems += conflicts(base, layers, trained)
         if problems:
             raise PlanError(problems)
+        check_sharded_base(base, peft_config, layers, trained)
         peft_config = with_layers_named(peft_config, layers)
         seed = self.seed + zlib.crc32(adapter_name.encode())
         in_file = file_config(peft_config, layers, base)

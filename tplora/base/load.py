@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, DistributedConfig
 
-from tplora.base.mends import mend_loaded, mended_while_loading
+from tplora.base.mends import check_can_shard, mend_loaded, mended_while_loading
 from tplora.base.quantized import (
     check_method,
     check_quantized,
@@ -19,7 +20,11 @@ from tplora.base.quantized import (
 from tplora.base.quantized_product import hold_exact
 from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError, SourceError
+from tplora.mesh import current_processes
+from tplora.plan.axes import Axes
 from tplora.upstream import auto_class, auto_class_of, local_shard, placement_of, tp_mesh
+from tplora.upstream.axes import make_replicas, placed_on_axes
+from tplora.upstream.fsdp import is_piece_over_data, tp_placement
 from tplora.upstream.quantization import is_quantized_linear, quantization_given
 
 if TYPE_CHECKING:
@@ -36,6 +41,8 @@ def load_base(
     path: str,
     *,
     tp_size: int,
+    fsdp_size: int = 1,
+    dp_replicate_size: int = 1,
     device: torch.device | None = None,
     model_class: Any = None,
     **from_pretrained: Any,
@@ -47,26 +54,34 @@ def load_base(
     Args:
         path: What ``from_pretrained`` takes.
         tp_size: Ranks of the tensor-parallel group; 1 loads plainly.
+        fsdp_size: Ranks that share the pieces of each layer, and gather them as it runs.
+        dp_replicate_size: Copies of the model. The world is the product of the three; tp ranks get
+            the same rows, others other ones.
         device: Where a model of one process goes; ranks of a group use their own device.
         model_class: What has the ``from_pretrained``, such as
             ``AutoModelForSequenceClassification``; what generates text when left out.
         from_pretrained: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
+        LaunchError: If the world is not the sizes' product.
         ShardError: If ``device_map`` is given, transformers did not cut the model as asked, or
             what the ranks hold is not what the checkpoint holds.
         SourceError: If a file of the weights is damaged, such as cut short.
     """
+    axes = Axes(tp_size=tp_size, fsdp_size=fsdp_size, dp_replicate_size=dp_replicate_size)
     if from_pretrained.get("device_map") is not None:
         raise ShardError(
             f"device_map = {from_pretrained['device_map']!r}: tensor parallelism places the "
             "weights itself; leave device_map out"
         )
+    if axes.world_size > 1:
+        is_in_world = dist.is_initialized()
+        axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
     if from_pretrained.get("quantization_config", ()) is None:
         del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
     try:
-        if tp_size > 1:
-            model = _load_cut(path, tp_size, model_class, from_pretrained)
+        if tp_size > 1 or fsdp_size > 1:
+            model = _load_cut(path, axes, model_class, from_pretrained)
         else:
             auto = model_class or auto_class_of(path, **from_pretrained)
             model = _load_whole(path, auto, device, from_pretrained)
@@ -74,6 +89,8 @@ def load_base(
         raise SourceError(
             f"{path}: a file of its weights is damaged ({error}); get it again"
         ) from error
+    if axes.dp_replicate_size > 1:
+        make_replicas(model, axes)
     model.requires_grad_(requires_grad=False)
     return model
 
@@ -92,20 +109,25 @@ def _load_whole(
 
 
 def _load_cut(
-    path: str, tp_size: int, model_class: Any, from_pretrained: dict[str, Any]
+    path: str, axes: Axes, model_class: Any, from_pretrained: dict[str, Any]
 ) -> PreTrainedModel:
+    tp_size = axes.tp_size
     config = from_pretrained.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(path, **from_pretrained)
     saved = quantization_given(config)
     check_method(saved)
     is_quantized = saved is not None or "quantization_config" in from_pretrained
+    if axes.fsdp_size > 1:
+        check_can_shard(config, tp_size, is_quantized=is_quantized)
     reading = quantizing_shards() if is_quantized else contextlib.nullcontext()
-    with mended_while_loading(config, tp_size) as styles, reading:
+    with mended_while_loading(config, tp_size) as styles, placed_on_axes(axes), reading:
         auto = model_class or auto_class(config)
         model: PreTrainedModel = auto.from_pretrained(
             path,
-            distributed_config=DistributedConfig(tp_size=tp_size, tp_plan=styles or None),
+            distributed_config=DistributedConfig(
+                tp_size=tp_size, fsdp_size=axes.fsdp_size, tp_plan=styles or None
+            ),
             **from_pretrained,
         )
     mesh = tp_mesh(model)
@@ -145,6 +167,9 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
 def _check_weight(
     plan: TensorPlan, style: str | None, name: str, weight: torch.Tensor, tp_size: int
 ) -> None:
+    is_shared = is_piece_over_data(weight) and tuple(weight.shape) == plan.shape
+    if is_shared and _is_cut_as(weight, plan):
+        return  # of which piece of the piece this rank keeps, the plan says nothing
     tp_rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
     planned = plan.shard_shape(tp_rank, tp_size)
     found = tuple(local_shard(weight).shape)
@@ -161,7 +186,7 @@ def _check_weight(
 def _is_cut_as(weight: torch.Tensor, plan: TensorPlan) -> bool:
     if not isinstance(weight, DTensor):
         return plan.shard_dim is None
-    found = weight.placements[-1]
+    found = tp_placement(weight)
     if plan.shard_dim is None:
         return bool(found.is_replicate())
     placement = placement_of(plan.shard_dim, plan.split_factor)

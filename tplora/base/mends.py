@@ -80,6 +80,20 @@ def mended_while_loading(config: PretrainedConfig, tp_size: int) -> Iterator[dic
         yield dict(styles)
 
 
+def check_can_shard(config: PretrainedConfig, tp_size: int, *, is_quantized: bool) -> None:
+    """Refuse what has to be done to weights of which data ranks hold pieces only.
+
+    Raises:
+        ShardError: If the model has a mend that its being cut makes necessary, or is quantised.
+    """
+    if is_quantized or (tp_size > 1 and _mend_of(config) is not None):
+        what = "is quantised" if is_quantized else "is mended after it is cut"
+        raise ShardError(
+            f"parallel.fsdp_size: {config.model_type} {what}, which a base that is sharded over "
+            "data ranks cannot be; use parallel.dp_replicate_size in its place"
+        )
+
+
 def _mend_of(config: PretrainedConfig) -> Mend | None:
     """The mend of the class with towers, if it has one of its own, or else of its text model."""
     text_type = config.get_text_config(decoder=True).model_type

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tplora.errors import ShardError
+from tplora.upstream.fsdp import is_sharded_over_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +41,11 @@ def resize_tokens(model: PreTrainedModel, num_tokens: int, *, seed: int) -> None
         ShardError: If the model has more tokens already, or its head is of another kind.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if is_sharded_over_data(model):
+        raise ShardError(
+            "model.add_tokens: the base is sharded over data ranks; use parallel.dp_replicate_size "
+            "in place of fsdp_size"
+        )
     has_rows = embedding.weight.shape[0]
     if num_tokens < has_rows:
         raise ShardError(

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from tplora.base.verify_quantized import codes_are_equal, codes_of
 from tplora.errors import ShardError
 from tplora.upstream import local_shard
+from tplora.upstream.fsdp import gathered_over_data
 from tplora.upstream.loading import Conversions
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def _cut_dim(parameter: torch.Tensor) -> int | None:
 
 def _gather(parameter: torch.Tensor, part_dim: int | None, group: ProcessGroup) -> torch.Tensor:
     """The full tensor on the CPU of the first rank; of ``part_dim`` only the first rows."""
+    parameter = gathered_over_data(parameter)
     local, shape = local_shard(parameter), list(parameter.shape)
     if part_dim is not None:
         num_row_bytes = parameter.numel() * parameter.element_size() // shape[part_dim]

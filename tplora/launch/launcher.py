@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -24,8 +24,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tplora.errors import LaunchError
 from tplora.launch.failure import Exit, describe_failure, find_root_cause, read_exits
+from tplora.plan.axes import fill_world
+from tplora.recipe.schema import ParallelTable
 
-__all__ = ["check_world_size", "count_gpus", "default_num_processes", "launch"]
+__all__ = ["count_gpus", "default_num_processes", "launch"]
 
 # Seconds that ranks get to end after SIGTERM, then they are killed.
 _SHUTDOWN_S = 5
@@ -70,38 +72,28 @@ def launch(
             raise SystemExit(128 + error.sigval) from None
 
 
-def default_num_processes(tp_size: int | Literal["auto"], *, num_gpus: int) -> int:
-    """How many ranks a run gets on this machine: ``tp_size``, and "auto" is every GPU there is.
+def default_num_processes(parallel: ParallelTable, *, num_gpus: int) -> int:
+    """How many ranks a run gets on this machine: the axes' product; "auto" takes every GPU.
 
     Raises:
-        LaunchError: If there are GPUs, but fewer than ``tp_size``.
+        LaunchError: If there are GPUs, but fewer than that, or "auto" cannot share them out.
     """
-    if tp_size == "auto":
-        return max(1, num_gpus)
-    if 0 < num_gpus < tp_size:
+    data_size = parallel.fsdp_size * parallel.dp_replicate_size
+    if parallel.tp_size == "auto":
+        return fill_world(max(data_size, num_gpus), parallel).world_size
+    wanted = parallel.tp_size * data_size
+    if 0 < num_gpus < wanted:
+        sizes = "parallel.tp_size" if data_size == 1 else "parallel: the product of its sizes"
         raise LaunchError(
-            f"parallel.tp_size = {tp_size}: this machine has {num_gpus} GPU{'s'[: num_gpus > 1]}; "
+            f"{sizes} = {wanted}: this machine has {num_gpus} GPU{'s'[: num_gpus > 1]}; "
             f"set it to {num_gpus} or less, or run on the CPU with CUDA_VISIBLE_DEVICES="
         )
-    return tp_size
+    return wanted
 
 
 def count_gpus() -> int:
     """The GPUs of this machine that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def check_world_size(world_size: int, tp_size: int | Literal["auto"]) -> None:
-    """Refuse a world of another size than the recipe's mesh; there are no data axes yet.
-
-    Raises:
-        LaunchError: With both numbers and what to start instead.
-    """
-    if tp_size not in ("auto", world_size):
-        raise LaunchError(
-            f"parallel.tp_size = {tp_size}: needs {tp_size} processes, torchrun started "
-            f"{world_size}; use --nproc-per-node {tp_size}, or set parallel.tp_size = {world_size}"
-        )
 
 
 class _RankEnvironment(LogsSpecs):

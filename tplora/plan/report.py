@@ -10,12 +10,14 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from tplora.plan.axes_cost import axes_facts
 from tplora.plan.cost import base_bytes, count_collectives, factor_bytes, loading_bytes
 from tplora.plan.coverage import count_coverage, say_missed_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
     from tplora.plan.layer import LayerPlan
     from tplora.plan.style import TensorPlan
@@ -27,10 +29,11 @@ _WIDTH = 100
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def render_plan(plan: Plan) -> RenderableType:
+def render_plan(plan: Plan, axes: Axes | None = None) -> RenderableType:
     """The plan for a terminal: one row per kind of layer, then sizes and collectives.
 
-    A cut dim is written ``576/3``: 576 in full, a third of it on each rank.
+    A cut dim is written ``576/3``: 576 in full, a third of it on each rank. Data axes, if there are
+    any, are said below.
     """
     groups, trained = _grouped(plan.layers), _grouped_trained(plan.trained)
     names = [*groups, *trained]
@@ -69,7 +72,7 @@ def render_plan(plan: Plan) -> RenderableType:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for name, value in _facts(plan):
+    for name, value in [*_facts(plan), *(axes_facts(plan, axes) if axes else ())]:
         facts.add_row(name, value)
     return Group(table, _coverage(plan), facts)
 
@@ -93,10 +96,10 @@ def _coverage(plan: Plan) -> RenderableType:
     return table
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: Plan, axes: Axes | None = None) -> str:
     """The plan as plain text, for ``plan.txt``."""
     text = StringIO()
-    Console(width=_WIDTH, file=text, color_system=None).print(render_plan(plan))
+    Console(width=_WIDTH, file=text, color_system=None).print(render_plan(plan, axes))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 

@@ -174,8 +174,6 @@ def _say_key(table: str, key: str, kind: str) -> str:
     needs = say_type(get_type_hints(TABLES[table], include_extras=True)[key])
     if kind == "missing":
         return f"missing; needs {needs}"
-    if key in ("fsdp_size", "dp_replicate_size"):
-        return "only 1 is supported for now; leave it out and give every process to tp_size"
     return f"needs {needs}"
 
 

@@ -9,7 +9,7 @@ from tplora.recipe.quantization_rules import REFUSED_QUANTIZATION
 
 __all__ = ["REFUSED", "REFUSED_TABLES"]
 
-_SIZES = "not supported yet; leave it out: processes that are not tensor-parallel are the next step"
+_SIZES = "not supported yet; leave it out: the axes are tp_size, fsdp_size and dp_replicate_size"
 _QUANTIZED = "its keys are those of the table [quantization]; move them there"
 _OWN_MESH = "the mesh is built from [parallel]; leave it out"
 _EXPERTS = "not supported yet: every rank holds a piece of each expert; leave it out"
@@ -50,7 +50,7 @@ REFUSED: Mapping[tuple[str, str], str] = {
     ("parallel", "ep_size"): _SIZES,
     ("parallel", "cp_size"): _SIZES,
     ("parallel", "sp_size"): _SIZES,
-    ("parallel", "dp_shard_size"): _SIZES,
-    ("parallel", "dp_size"): _SIZES,
+    ("parallel", "dp_shard_size"): "transformers calls it fsdp_size",
+    ("parallel", "dp_size"): "write `dp_replicate_size`",
     **{("quantization", key): reason for key, reason in REFUSED_QUANTIZATION.items()},
 }

@@ -83,9 +83,11 @@ class ParallelTable(_Table):
     """``[parallel]``: the mesh, in the words of ``DistributedConfig``."""
 
     tp_size: AtLeastOne | Literal["auto"] = "auto"
-    """Processes that share each layer; "auto" is every device there is."""
-    fsdp_size: Literal[1] = 1
-    dp_replicate_size: Literal[1] = 1
+    """Processes that share each layer; "auto" is every device, shared out to the rest."""
+    fsdp_size: AtLeastOne = 1
+    """Groups of tp_size processes that share each layer's pieces, and gather them to run it."""
+    dp_replicate_size: AtLeastOne = 1
+    """Copies of the model, each over tp_size processes and trained on its own rows."""
     check_every_steps: AtLeastOne = 50
     """Every how many optimizer steps the ranks' copies of each factor are compared."""
 

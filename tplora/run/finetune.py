@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,11 @@ from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
+from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
+from tplora.run.card import card_facts
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
@@ -44,9 +45,12 @@ from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
     from tplora.adapter.model import TploraModel
+    from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
     from tplora.recipe.schema import Recipe
     from tplora.train.data import TokenizedRows
@@ -62,7 +66,8 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
     Args:
         recipe: A checked recipe.
         folder: The run's folder, cleared or new; of a run that is resumed, as it was left.
-        resume: Whether to go on from the folder's last whole checkpoint, at any tp_size.
+        resume: Whether to go on from the folder's last whole checkpoint, over any
+            axes.
 
     Raises:
         TploraError: Whatever stops the run, on every rank; nothing half-written is left.
@@ -72,8 +77,9 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
     try:
         with _Stage(folder, is_writer=processes.rank == 0, resume=resume) as stage:
             source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
-            plan = plan_recipe(recipe, tp_size=processes.world_size)
-            _write_intent(stage, recipe, plan)
+            axes = fill_world(processes.world_size, recipe.parallel)
+            plan = plan_recipe(recipe, tp_size=axes.tp_size)
+            _write_intent(stage, recipe, plan, axes)
             trained, tokenizer = _train(recipe, source, plan, device, stage)
             _save(recipe, trained, tokenizer, stage)
             dtype = trained.get_base_model().dtype
@@ -110,12 +116,12 @@ class _Stage(ExitStack):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan) -> None:
+def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None:
     if stage.is_writer:
         if stage.resume:
             drop_the_end(stage.folder)
         write_text_aside(stage.folder / "recipe.toml", recipe.to_toml(), overwrite=True)
-        write_text_aside(stage.folder / "plan.txt", plan_text(plan), overwrite=True)
+        write_text_aside(stage.folder / "plan.txt", plan_text(plan, axes), overwrite=True)
 
 
 def _train(
@@ -180,7 +186,8 @@ def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
 def _load(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
 ) -> TploraModel:
-    options = _loading(recipe, source)
+    sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
+    options = _loading(recipe, source) | sizes
     base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
     seed: int = recipe.train.get("seed", SFTConfig.seed)
     if setup.num_tokens is not None:
@@ -237,7 +244,7 @@ def _save(
 ) -> None:
     adapter = stage.folder / "adapter"
     if stage.is_writer:
-        model.card_facts = _card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
+        model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
         if model.plan.quantization is not None:
             model.card_facts["base held in"] = str(model.plan.quantization)
     dtype = recipe.export.adapter_dtype
@@ -247,15 +254,6 @@ def _save(
     tokenizer.save_pretrained(adapter)
     draw_loss(stage.folder / "metrics.jsonl", stage.folder / "loss.png", title=recipe.name)
     stage.say(f"adapter saved in {adapter}")
-
-
-def _card_facts(recipe: Recipe, records: list[dict[str, float]]) -> dict[str, str]:
-    """What the model card says of the training."""
-    facts = {"rows": f"`{Path(recipe.data.train).name}`", "steps": str(records[-1]["step"])}
-    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
-    if losses:
-        facts["evaluation loss"] = " -> ".join(f"{loss:.4f}" for loss in (losses[0], losses[-1]))
-    return facts
 
 
 def _finish(

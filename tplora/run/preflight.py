@@ -112,8 +112,9 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
 
 
 def _rows_per_step(recipe: Recipe) -> int:
-    """Rows of one optimizer step; the ranks of a tp group share them."""
+    """Rows of one optimizer step, of all copies; the ranks of a tp group share them."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     usual = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
     sizes = [int(recipe.train.get(name, usual[name])) for name in names]
-    return sizes[0] * sizes[1]
+    data_size = recipe.parallel.fsdp_size * recipe.parallel.dp_replicate_size
+    return sizes[0] * sizes[1] * data_size

@@ -5,11 +5,13 @@ Looks only; what an earlier end of the run left is removed when the ranks have m
 
 from __future__ import annotations
 
+import math
 import tomllib
 from typing import TYPE_CHECKING, Any
 
 from tplora.errors import ArtifactError, RecipeError
 from tplora.recipe.toml import dump_value
+from tplora.recipe.upstream_fields import train_fields
 from tplora.train.checkpoint_files import find_last_checkpoint, read_state
 
 if TYPE_CHECKING:
@@ -24,9 +26,11 @@ _END = ("train.max_steps", "train.num_train_epochs")
 # What may differ from the run that is resumed: how far it goes, what it writes, over how many
 # ranks. Nothing here changes a step. A name that ends in _ or . stands for all that begin with it.
 _MAY_CHANGE = (
-    *_END, "train.save_", "train.logging_steps", "train.eval_", "parallel.tp_size",
-    "parallel.check_every_steps", "export.",
+    *_END, "train.save_", "train.logging_steps", "train.eval_", "parallel.", "export.",
 )  # fmt: skip
+# A step's rows are the product of these and of the data ranks: each may change, the product not.
+_DATA_AXES = ("parallel.fsdp_size", "parallel.dp_replicate_size")
+_ROWS = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
 
 
 def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> Path | None:
@@ -42,7 +46,19 @@ def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> 
         ArtifactError: If there is no run, or nothing to go on from.
     """
     changed = _changed_keys(recipe, folder)
-    problems = [line for key, line in changed.items() if not _may_change(key)]
+    rows = [_rows_per_step(tables) for tables in _was_and_is(recipe, folder)]
+    is_same_step = rows[0] == rows[1]
+    problems = [
+        line
+        for key, line in changed.items()
+        if not (_may_change(key) or (is_same_step and key in _ROWS))
+    ]
+    if not is_same_step and not problems:
+        problems = [
+            f"parallel: a step had {rows[0]} rows, has {rows[1]}: the run would go on at other "
+            "rows; keep data ranks x train.per_device_train_batch_size x "
+            f"train.gradient_accumulation_steps at {rows[0]}"
+        ]
     if problems:
         raise RecipeError(problems)
     if _is_complete(recipe, folder) and not set(changed) & set(_END):
@@ -65,14 +81,26 @@ def _is_complete(recipe: Recipe, folder: Path) -> bool:
 
 def _changed_keys(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Every key that differs from the run's, with the line that says how."""
-    was, now = _read_run_recipe(folder / "recipe.toml"), tomllib.loads(recipe.to_toml())
-    before, after = _flat(was), _flat(now)
+    before, after = _was_and_is(recipe, folder)
     return {
         key: f"{key}: was {_say(before, key)}, is {_say(after, key)}; a run that is resumed keeps "
         f"it: put it back, or start another run with --output"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     }
+
+
+def _was_and_is(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of the run's recipe and of this one, by their path."""
+    was, now = _read_run_recipe(folder / "recipe.toml"), tomllib.loads(recipe.to_toml())
+    return _flat(was), _flat(now)
+
+
+def _rows_per_step(values: Mapping[str, Any]) -> int:
+    usual = {f"train.{name}": field.default for name, field in train_fields().items()}
+    usual |= dict.fromkeys(_DATA_AXES, 1)
+    sizes: list[int] = [values.get(key, usual[key]) for key in (*_ROWS, *_DATA_AXES)]
+    return math.prod(sizes)
 
 
 def _read_run_recipe(path: Path) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from tplora.terminal.show import say, show, show_table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tplora.plan.axes import Axes
     from tplora.recipe.schema import Recipe
 
 __all__ = [
     "finetune_from_here",
-    "planned_tp_size",
+    "planned_axes",
     "prepare_rank",
     "show_plan",
     "start_ranks",
@@ -26,12 +27,12 @@ def finetune_from_here(
 ) -> None:
     """The parent's part: everything that can go wrong early, then the ranks."""
     from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.plan.axes import fill_world
     from tplora.run.folder import LOGS
 
-    num_processes = default_num_processes(recipe.parallel.tp_size, num_gpus=count_gpus())
-    if not prepare_rank(
-        recipe, folder, rank=0, tp_size=num_processes, overwrite=overwrite, resume=resume
-    ):
+    num_processes = default_num_processes(recipe.parallel, num_gpus=count_gpus())
+    axes = fill_world(num_processes, recipe.parallel)
+    if not prepare_rank(recipe, folder, rank=0, axes=axes, overwrite=overwrite, resume=resume):
         return
     if num_processes == 1:
         train(recipe, folder, rank=0, resume=resume)
@@ -44,7 +45,7 @@ def finetune_from_here(
 
 
 def prepare_rank(
-    recipe: Recipe, folder: Path, *, rank: int, tp_size: int, overwrite: bool, resume: bool
+    recipe: Recipe, folder: Path, *, rank: int, axes: Axes, overwrite: bool, resume: bool
 ) -> bool:
     """What comes before training: the first rank prepares; each sees whether anything is to do.
 
@@ -52,22 +53,22 @@ def prepare_rank(
         False if the run that was to be resumed is complete.
     """
     if resume:
-        return _prepare_resume(recipe, folder, tp_size=tp_size, is_shown=rank == 0)
+        return _prepare_resume(recipe, folder, axes=axes, is_shown=rank == 0)
     if rank == 0:
-        _prepare(recipe, folder, tp_size=tp_size, overwrite=overwrite)
+        _prepare(recipe, folder, axes=axes, overwrite=overwrite)
     return True
 
 
-def _prepare(recipe: Recipe, folder: Path, *, tp_size: int, overwrite: bool) -> None:
+def _prepare(recipe: Recipe, folder: Path, *, axes: Axes, overwrite: bool) -> None:
     """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
     from tplora.run.folder import check_run_folder, clear_run_folder
 
     check_run_folder(folder, overwrite=overwrite)
-    show_plan(recipe, tp_size=tp_size)
+    show_plan(recipe, axes=axes)
     clear_run_folder(folder)
 
 
-def _prepare_resume(recipe: Recipe, folder: Path, *, tp_size: int, is_shown: bool) -> bool:
+def _prepare_resume(recipe: Recipe, folder: Path, *, axes: Axes, is_shown: bool) -> bool:
     """Check that the run can go on and show its plan; touches nothing."""
     from tplora.run.resume import find_resume
 
@@ -76,7 +77,7 @@ def _prepare_resume(recipe: Recipe, folder: Path, *, tp_size: int, is_shown: boo
         tell(f"{folder}: this run is complete; its adapter is {folder / 'adapter'}")
         return False
     if is_shown:
-        show_plan(recipe, tp_size=tp_size)
+        show_plan(recipe, axes=axes)
     return True
 
 
@@ -118,17 +119,19 @@ def start_ranks(argv: list[str], num_processes: int, *, log_folder: Path | None)
         raise
 
 
-def show_plan(recipe: Recipe, *, tp_size: int) -> None:
+def show_plan(recipe: Recipe, *, axes: Axes) -> None:
     """Make a recipe's plan and show it."""
     from tplora.plan.report import render_plan
     from tplora.run.preflight import plan_recipe
 
-    show(render_plan(plan_recipe(recipe, tp_size=tp_size, progress=say)))
+    plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
+    show(render_plan(plan, axes))
 
 
-def planned_tp_size(recipe: Recipe) -> int:
+def planned_axes(recipe: Recipe) -> Axes:
     """Of a plan that is only looked at: as asked, whatever this machine has."""
-    from tplora.launch.launcher import count_gpus
+    from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.plan.axes import fill_world
 
-    asked = recipe.parallel.tp_size
-    return max(1, count_gpus()) if asked == "auto" else asked
+    num_gpus = count_gpus() if recipe.parallel.tp_size == "auto" else 0
+    return fill_world(default_num_processes(recipe.parallel, num_gpus=num_gpus), recipe.parallel)

@@ -1,6 +1,7 @@
-"""Cheap proofs, while training, that the ranks of a tp group still run one run.
+"""Cheap proofs, while training, that all ranks still run one run.
 
-Each compares a short fingerprint over the group; none moves a batch or a factor.
+Each compares short fingerprints; none moves a batch or a factor. Over data axes they are gathered
+over the world, so that all ranks stop when two of them differ.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from tplora.errors import TrainError
 from tplora.upstream import local_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
 
+    from tplora.adapter.data_axis import DataAxis
+    from tplora.adapter.factor import Factor
     from tplora.adapter.model import TploraModel
 
-__all__ = ["check_finite", "check_same_batch", "check_same_replicas", "fingerprint"]
+__all__ = ["check_finite", "check_rows", "check_same_batch", "check_same_replicas", "fingerprint"]
 
 _PRIME = 2_147_483_647  # 2^31 - 1: sums of products of two residues stay exact in int64
 
@@ -44,62 +47,141 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(by_size[tensor.element_size()]).to(torch.int64)
 
 
-def _first_difference(prints: torch.Tensor, group: ProcessGroup) -> tuple[int, int] | None:
-    """The first row of ``prints`` that differs in the group, and the first rank that differs."""
+def _first_difference(
+    prints: torch.Tensor, group: ProcessGroup | None, like: Callable[[int], int] = lambda rank: 0
+) -> tuple[int, int] | None:
+    """The first row of ``prints`` that differs in the group, and the first rank that differs.
+
+    Every rank is held to the rank that ``like`` names; None is the whole world.
+    """
     gathered = [torch.empty_like(prints) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, prints, group=group)
     for rank, other in enumerate(gathered):
-        rows = (other != gathered[0]).any(dim=-1).nonzero()
+        rows = (other != gathered[like(rank)]).any(dim=-1).nonzero()
         if len(rows):
             return int(rows[0]), rank
     return None
 
 
 def check_same_replicas(model: TploraModel, *, step: int) -> None:
-    """Every replicated factor is bit for bit the same on all ranks of the tp group.
+    """Every replicated factor is bit for bit the same on all ranks, a cut one on data ranks.
 
-    Collective. Communication: one all-gather of 16 bytes a replicated factor.
+    Collective. Communication: one all-gather of 16 bytes a replicated factor, over data axes one
+    more of 16 bytes a cut one.
 
     Raises:
         TrainError: On every rank, naming the first factor that differs.
     """
     if model.mesh is None:
         return
-    factors = [f for f in model.factors().values() if f.plan.shard_dim is None]
+    factors = list(model.factors().values())
+    tp_size = model.mesh.size()
+    whole = [factor for factor in factors if factor.plan.shard_dim is None]
+    cut = [factor for factor in factors if factor.plan.shard_dim is not None]
+    group = model.mesh.get_group() if model.data is None else None
+    _check_same(whole, group, lambda rank: 0, tp_size, step)
+    if model.data is not None:
+        _check_same(cut, None, lambda rank: rank % tp_size, tp_size, step)
+
+
+def _check_same(
+    factors: list[Factor],
+    group: ProcessGroup | None,
+    like: Callable[[int], int],
+    tp_size: int,
+    step: int,
+) -> None:
     if not factors:
         return
     prints = torch.stack([fingerprint(local_shard(factor.parameter)) for factor in factors])
-    found = _first_difference(prints, model.mesh.get_group())
+    found = _first_difference(prints, group, like)
     if found is not None:
-        row, tp_rank = found
+        row, rank = found
         raise TrainError(
-            f"step {step}: {factors[row].name} differs between tp rank 0 and tp rank {tp_rank}, "
-            "where replicas must be equal; training stopped and nothing was saved"
+            f"step {step}: {factors[row].name} differs between {_place(like(rank), tp_size)} and "
+            f"{_place(rank, tp_size)}, where replicas must be equal; training stopped and nothing "
+            "was saved"
         )
 
 
-def check_same_batch(batch: Mapping[str, object], group: ProcessGroup | None, *, step: int) -> None:
-    """All ranks of the tp group hold the same batch. Collective; one all-gather of a few bytes.
+def _place(rank: int, tp_size: int) -> str:
+    """A rank of the world by its place; tp ranks are innermost."""
+    data_rank = f" of data rank {rank // tp_size}" if rank >= tp_size else ""
+    return f"tp rank {rank % tp_size}{data_rank}"
+
+
+def check_rows(batch: Mapping[str, object], model: TploraModel, *, step: int) -> None:
+    """The ranks of a tp group hold the same batch, and no two data ranks do. Collective.
+
+    Raises:
+        TrainError: On every rank, naming what is wrong.
+    """
+    if model.mesh is None:
+        return
+    if model.data is None:
+        check_same_batch(batch, model.mesh.get_group(), step=step)
+        return
+    tp_size = model.mesh.size()
+    check_same_batch(batch, dist.group.WORLD, step=step, tp_size=tp_size)
+    _check_other_rows(batch, model.data, step=step)
+
+
+def _check_other_rows(batch: Mapping[str, object], data: DataAxis, *, step: int) -> None:
+    tokens, labels = batch.get("input_ids"), batch.get("labels")
+    if not isinstance(tokens, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return
+    if len(tokens) < 2:  # a dataset may hold a row twice; two batches of several are not alike
+        return
+    prints = torch.cat([_shape_and_bits(tokens), _shape_and_bits(labels)])
+    found = data.gather(prints).view(data.size, -1)
+    if bool((found == found[0]).all()):
+        raise TrainError(
+            f"step {step}: every data rank holds the same batch, and each has to get other rows; "
+            'set accelerator_config = {"dispatch_batches": false} for an iterable dataset, and '
+            "give every rank the same dataset"
+        )
+
+
+def check_same_batch(
+    batch: Mapping[str, object],
+    group: ProcessGroup | None,
+    *,
+    step: int,
+    tp_size: int | None = None,
+) -> None:
+    """All ranks of a tp group hold the same batch. Collective; one all-gather of a few bytes.
+
+    Args:
+        batch: This rank's.
+        group: The tp group, or the world of several.
+        step: For the message.
+        tp_size: Ranks of each tp group in ``group``; all of them when left out.
 
     Raises:
         TrainError: On every rank, naming what differs.
     """
     if group is None:
         return
+    size = tp_size or dist.get_world_size(group)
+
+    def first(rank: int) -> int:
+        return rank - rank % size
+
     tensors = {n: v for n, v in sorted(batch.items()) if isinstance(v, torch.Tensor)}
     device = next(iter(tensors.values())).device
     # Columns first, in one print of a fixed size: the next gather needs as many rows on every rank.
     columns = torch.tensor([[zlib.crc32(repr(sorted(tensors)).encode())]], device=device)
-    found, names = _first_difference(columns, group), [f"columns {list(tensors)}"]
+    found, names = _first_difference(columns, group, first), [f"columns {list(tensors)}"]
     if found is None:
         prints = [_shape_and_bits(tensor) for tensor in tensors.values()]
-        found, names = _first_difference(torch.stack(prints), group), list(tensors)
+        found, names = _first_difference(torch.stack(prints), group, first), list(tensors)
     if found is not None:
-        row, tp_rank = found
+        row, rank = found
         raise TrainError(
-            f"step {step}: {names[row]!r} of the batch differs between tp rank 0 and tp rank "
-            f"{tp_rank}; ranks of one tensor-parallel group must get the same rows; build the "
-            "trainer with tplora.parallelism_config(model) and order rows alike on every rank"
+            f"step {step}: {names[row]!r} of the batch differs between "
+            f"{_place(first(rank), size)} and {_place(rank, size)}; ranks of one tensor-parallel "
+            "group must get the same rows; build the trainer with "
+            "tplora.parallelism_config(model) and order rows alike on every rank"
         )
 
 

@@ -119,11 +119,12 @@ class ResumesAtAnySize:
         if not self.args.save_only_model:
             state = gather_optimizer_state(self.optimizer, self._all_factors(), is_writer=is_writer)
         self._note_best(run, target)
+        progress = self._progress()
         problem = ""
         if is_writer:
             try:
                 with written_aside(target, overwrite=True) as aside:
-                    self._write_checkpoint(aside, factors, state)
+                    self._write_checkpoint(aside, factors, state, progress)
                 remove_old_checkpoints(self, run)
             except Exception as error:  # whatever it is, the other ranks wait to be told
                 problem = f"{target}: {error}".replace(f"{target}: {target}", str(target))
@@ -135,7 +136,9 @@ class ResumesAtAnySize:
             if best == target or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
 
-    def _write_checkpoint(self: Any, folder: Path, factors: Any, state: Any) -> None:
+    def _write_checkpoint(
+        self: Any, folder: Path, factors: Any, state: Any, progress: dict[str, Any]
+    ) -> None:
         """One rank, no communication."""
         write_adapter(self.model, folder, factors, as_trained=True)
         if self.processing_class is not None:
@@ -147,17 +150,22 @@ class ResumesAtAnySize:
             torch.save(_rng_states(), folder / RNG)
             self._save_scaler(str(folder))
         note_callback_states(self)
-        self.state.stateful_callbacks[_OURS] = self._progress()
+        self.state.stateful_callbacks[_OURS] = progress
         self.state.save_to_json(str(folder / STATE))
 
     def _progress(self: Any) -> dict[str, Any]:
-        """What a plain trainer forgets: it would draw masks, count and average from here anew."""
+        """What a plain trainer forgets: it would draw masks, count and average from here anew.
+
+        Collective over data axes, whose ranks have seen other rows: the loss is their mean.
+        """
         measured = getattr(self, "_metrics", {}).get("train", {})
+        loss, data = torch.as_tensor(self._tr_loss), self.model.data
         return {
             "num_forwards": self.model.forward_seed.num_forwards,
             "num_tokens": int(getattr(self, "_total_train_tokens", 0)),
             "last_logged": self._globalstep_last_logged,
-            "loss_since": float(self._tr_loss),
+            "loss_since": float(loss if data is None else data.gather(loss).mean()),
+            "rows_per_step": self.get_total_train_batch_size(self.args),
             "measured_since": {key: [float(x) for x in found] for key, found in measured.items()},
         }
 
@@ -196,13 +204,28 @@ class ResumesAtAnySize:
         # The trainer keeps the checkpoint's, and only warns that they are not the arguments'.
         self.state.compute_steps(self.args, last)
         ours = self.state.stateful_callbacks.get(_OURS, {})
+        self._check_rows_per_step(folder, ours.get("rows_per_step"))
         guessed = step * self.args.gradient_accumulation_steps  # a plain trainer counts none
         self.model.forward_seed.num_forwards = ours.get("num_forwards", guessed)
         self._total_train_tokens = ours.get("num_tokens", 0)
         self._resumed = ours
 
+    def _check_rows_per_step(self: Any, folder: Path, was: int | None) -> None:
+        """A step is a place among the rows, which is another one if steps have other rows."""
+        now = self.get_total_train_batch_size(self.args)
+        if was not in (None, now):
+            raise TrainError(
+                f"{folder}: its steps have {was} rows, this run's have {now}: it would go on at "
+                "other rows; keep data ranks x per_device_train_batch_size x "
+                f"gradient_accumulation_steps at {was}"
+            )
+
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        """The same states on every rank: the ranks of a tp group are one process."""
+        """The same states on every rank: they order the rows, which each rank then takes its of.
+
+        What differs between data ranks, dropout, is drawn from the seed, the number of the forward
+        and the rank.
+        """
         if checkpoint is None:
             return
         states = load_rng_file(Path(checkpoint) / RNG)

@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import SFTTrainer
 
-from tplora.train.agreement import check_finite, check_same_batch, check_same_replicas
+from tplora.train.agreement import check_finite, check_rows, check_same_replicas
 from tplora.train.checkpoint import ResumesAtAnySize
+from tplora.train.counting import CountsOnce
 from tplora.train.head import install_fused_head
 from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import trl_without_head_check
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from tplora.adapter.model import TploraModel
 
 __all__ = ["TploraSFTTrainer"]
 
 
-class TploraSFTTrainer(ResumesAtAnySize, SFTTrainer):  # type: ignore[misc]
+class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignore[misc]
     """Trl's supervised fine-tuning, over a tplora model. Its checkpoints resume at any tp_size.
 
     Args:
         model: What ``attach_adapter`` returned.
         check_every_steps: Every how many optimizer steps replicas and batches are compared over
-            the tp group; they always are before the first step.
+            the ranks; they always are before the first step.
         loraplus_lr_ratio: LoRA+: B's learning rate over A's; every factor has the same when left
             out.
         loraplus_lr_embedding: LoRA+'s learning rate of embeddings' factors.
@@ -66,52 +65,24 @@ class TploraSFTTrainer(ResumesAtAnySize, SFTTrainer):  # type: ignore[misc]
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         return optimizer
 
-    @property
-    def _tp_group(self) -> ProcessGroup | None:
-        return None if self.model.mesh is None else self.model.mesh.get_group()
-
     def training_step(self, model: TploraModel, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
         """One micro-batch; first of its step, it is preceded by the proofs when they are due."""
         step: int = self.state.global_step
         is_due = step % self._check_every_steps == 0 or self._last_checked_step < 0
         if is_due and step != self._last_checked_step:
             self._last_checked_step = step
-            check_same_batch(self._prepare_inputs(inputs), self._tp_group, step=step + 1)
+            check_rows(self._prepare_inputs(inputs), self.model, step=step + 1)
             check_same_replicas(self.model, step=step)
         loss: torch.Tensor = super().training_step(model, inputs, *args)
         self._step_loss = self._step_loss + loss.detach()  # no wait for the device until it steps
         if self.accelerator.sync_gradients:
-            check_finite(float(self._step_loss), what="the loss", step=step + 1)
+            of_ranks = self._gather_ranks(self._step_loss)
+            check_finite(float(of_ranks.sum()), what="the loss", step=step + 1)
             self._step_loss = torch.zeros(())
         return loss
-
-    def compute_loss(
-        self, model: TploraModel, inputs: dict[str, Any], *args: Any, **kw: Any
-    ) -> Any:
-        """Trl's loss; its token count is taken from this rank's batch, which is the group's.
-
-        Trl divides a gathered count by tp_size, and loses tokens of a short last batch, of which
-        accelerate drops what it takes for padding.
-        """
-        before = int(self._total_train_tokens)
-        found = super().compute_loss(model, inputs, *args, **kw)
-        if self.model.training and "attention_mask" in inputs:
-            self._total_train_tokens = before + int(inputs["attention_mask"].sum())
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        return found
 
     def _clip_grad_norm(self, model: TploraModel) -> Any:
         norm = super()._clip_grad_norm(model)
         step = self.state.global_step + 1
         check_finite(float(norm), what="the gradient norm", step=step)
         return norm
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate each row once: the ranks of a tp group hold the same rows."""
-        self.gather_function = _keep_own
-        return super().evaluation_loop(*args, **kwargs)
-
-
-def _keep_own(tensor: Any) -> Any:
-    """In one tp group every rank already has every row."""
-    return tensor

@@ -1,0 +1,211 @@
+"""Each row counted once, and every number of all data ranks: rows, tokens, losses, metrics.
+
+    loss of a step = sum over all rows of the step / their labelled tokens
+
+A step's rows are shared out batch by batch, the tp group being one rank of it. Where the last batch
+of an epoch has too few rows to go round, accelerate fills it up with rows from the epoch's start.
+Here these repeats have no labels: they count nowhere, and each row is learned once in an epoch.
+
+Evaluation is by the same rule: batches of all data ranks are one batch, its loss is per token, and
+each of its rows has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tplora.errors import TrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tplora.adapter.data_axis import DataAxis
+
+__all__ = ["CountsOnce", "num_own_rows"]
+
+_IGNORED = -100
+
+
+def num_own_rows(num_rows: int, batch_size: int, *, data_rank: int, data_size: int) -> int:
+    """Of a rank's last batch of ``num_rows`` in all, how many rows are not repeats."""
+    rest = num_rows % (batch_size * data_size)
+    if rest == 0:
+        return batch_size
+    return min(max(rest - data_rank * batch_size, 0), batch_size)
+
+
+class CountsOnce:
+    """Put before trl's ``SFTTrainer`` over a ``TploraModel``.
+
+    Raises:
+        TrainError: If the arguments ask for what cannot be shared out exactly over data axes.
+    """
+
+    _last_batch: tuple[torch.Tensor, int] | None = None
+    """The labels of the batch with repeats, and how many of its rows are none."""
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        if model.data is not None:
+            _check_arguments(kwargs.get("args"))
+        parent: Any = super()
+        parent.__init__(model=model, **kwargs)
+
+    @property
+    def _data(self: Any) -> DataAxis | None:
+        axis: DataAxis | None = self.model.data
+        return axis
+
+    def _gather_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of each data rank once: the ranks of a tp group hold the same."""
+        return tensor if self._data is None else self._data.gather(tensor)
+
+    # ---- rows
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, from batches whose repeats have no labels."""
+        parent: Any = super()
+        size, rows = self._train_batch_size, _length(self.train_dataset)
+        batches = self._without_repeats(epoch_iterator, rows, size)
+        return parent.get_batch_samples(batches, *args, **kwargs)
+
+    def _without_repeats(
+        self: Any, batches: Iterator[Any], num_rows: int | None, batch_size: int
+    ) -> Iterator[Any]:
+        for batch in batches:
+            yield self._ignore_repeats(batch, num_rows, batch_size)
+
+    def _ignore_repeats(
+        self: Any, batch: dict[str, Any], num_rows: int | None, batch_size: int
+    ) -> dict[str, Any]:
+        is_last = self.accelerator.gradient_state.end_of_dataloader
+        if self._data is None or num_rows is None or not is_last or self._drops_last:
+            return batch
+        kept = num_own_rows(
+            num_rows, batch_size, data_rank=self._data.rank, data_size=self._data.size
+        )
+        if kept == batch_size:
+            return batch
+        labels = batch["labels"].clone()
+        labels[kept:] = _IGNORED
+        self._last_batch = labels, kept
+        return {**batch, "labels": labels}
+
+    @property
+    def _drops_last(self: Any) -> bool:
+        return bool(self.args.dataloader_drop_last)
+
+    def _own_mask(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The attention mask of the rows that are no repeats."""
+        mask: torch.Tensor = inputs["attention_mask"]
+        last = self._last_batch
+        if last is None or not torch.equal(inputs["labels"], last[0].to(mask.device)):
+            return mask
+        return mask[: last[1]]
+
+    # ---- training
+
+    def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
+        """Trl's loss and metrics; each data rank is counted once, and no repeat is."""
+        before = int(self._total_train_tokens)
+        parent: Any = super()
+        with _gathering(self.accelerator, self._gather_ranks):
+            found = parent.compute_loss(model, inputs, *args, **kw)
+        if self.model.training and "attention_mask" in inputs:
+            own = self._own_mask(inputs).sum()
+            self._total_train_tokens = before + int(self._gather_ranks(own).sum())
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return found
+
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        parent: Any = super()
+        if "attention_mask" in inputs and "labels" in inputs:
+            inputs = {**inputs, "attention_mask": self._own_mask(inputs)}
+        parent._track_num_input_tokens(inputs)
+        if self.accelerator.sync_gradients:
+            self._last_batch = None
+
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> float:
+        """This rank's share; the trainer adds up those of all ranks."""
+        parent: Any = super()
+        return float(parent.floating_point_ops(inputs)) / int(self.model.plan.tp_size)
+
+    # ---- evaluation
+
+    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, over each row once."""
+        self._eval_rows = _length(getattr(dataloader, "dataset", None))
+        self.gather_function = self._gather_rows
+        parent: Any = super()
+        return parent.evaluation_loop(dataloader, *args, **kwargs)
+
+    def _gather_rows(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """One entry a row, in the rows' order, without those of repeats."""
+        rows: torch.Tensor = self._gather_ranks(tensor)
+        is_last = self.accelerator.gradient_state.end_of_dataloader
+        if not is_last or self._eval_rows is None or self._drops_last:
+            return rows
+        size = self.args.eval_batch_size * (1 if self._data is None else self._data.size)
+        return rows[: self._eval_rows % size or size]
+
+    def prediction_step(
+        self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The trainer's; the loss is that of the batches of all data ranks, per token."""
+        inputs = self._ignore_repeats(inputs, self._eval_rows, self.args.eval_batch_size)
+        parent: Any = super()
+        loss, logits, labels = parent.prediction_step(model, inputs, *args, **kwargs)
+        if self._data is not None and loss is not None and "labels" in inputs:
+            own = (inputs["labels"][:, 1:] != _IGNORED).sum().to(loss)
+            sums = self._data.gather(torch.stack([loss.detach() * own, own])).view(-1, 2).sum(0)
+            loss = sums[0] / sums[1].clamp(min=1)
+        return loss, logits, labels
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+@contextlib.contextmanager
+def _gathering(accelerator: Any, gather: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, what is gathered for metrics comes from each data rank once.
+
+    accelerate gathers from every rank of a tp group, and of a last batch drops what it takes for
+    padding, which a number for each rank is not.
+    """
+    accelerator.gather_for_metrics = gather
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse what cannot be shared out exactly; have each rank read an iterable dataset itself.
+
+    accelerate would read it on the first rank and give every data rank the same rows of it.
+    """
+    if args is None:
+        return
+    if args.accelerator_config.dispatch_batches:
+        raise TrainError(
+            "accelerator_config.dispatch_batches = true: accelerate would give every data rank the "
+            "same rows; leave it out"
+        )
+    args.accelerator_config.dispatch_batches = False
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise TrainError(
+            'train.train_sampling_strategy = "batch_rebalance": it would give the ranks of a tp '
+            'group different rows; use "random", "sequential" or "group_by_length"'
+        )
+    for name in ("packing", "padding_free"):
+        if getattr(args, name, False) and not args.dataloader_drop_last:
+            raise TrainError(
+                f"train.{name} = true: over data axes a last batch is filled up with rows that "
+                "cannot be told from others once they are joined; set dataloader_drop_last = true"
+            )
