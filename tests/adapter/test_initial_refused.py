@@ -13,6 +13,7 @@ from tests.models import CUT, lora
 from tests.tiny import tiny_config
 from tests.zoo.build import tiny_config as tiny_moe_config
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.original import _plain_config
 from tplora.base.load import load_base
 from tplora.errors import PlanError
 from tplora.plan.build import build_plan
@@ -87,6 +88,47 @@ def test_an_adapter_that_began_with_eva_is_started_from(tmp_path):
     only_read.inference_mode = False
     with pytest.raises(PlanError, match="initialize_lora_eva_weights in one process"):
         build_plan(config, only_read, tp_size=2)
+
+
+def test_an_adapter_of_twice_the_rank_may_have_alphas_that_are_not_whole(tmp_path):
+    _plain_config(lora("patterns")).save_pretrained(tmp_path)
+    started = build_lora_config({"adapter_name_or_path": str(tmp_path)}, tiny_config("llama"))
+    assert started.lora_alpha == pytest.approx(8 * 2**0.5)
+    assert started.alpha_pattern["down_proj"] == pytest.approx(5 * 2**0.5)
+    assert build_plan(tiny_config("llama"), started, tp_size=2).layers
+
+
+@pytest.mark.parametrize(
+    ("peft_type", "words"),
+    [("IA3", "IA3 changes weights by another rule"), ("NEXT", "its peft_type is 'NEXT'; only")],
+)
+def test_another_method_is_not_started_from(tmp_path, peft_type, words):
+    saved = {"peft_type": peft_type, "target_modules": ["q_proj"], "feedforward_modules": []}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(PlanError) as caught:
+        build_lora_config({"adapter_name_or_path": str(tmp_path)}, tiny_config("llama"))
+    (problem,) = caught.value.problems
+    assert problem.startswith("lora.adapter_name_or_path = ")
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "q_proj("},
+        {"exclude_modules": "q_proj("},
+        {"rank_pattern": {"*": 3}},
+        {"alpha_pattern": {"q_proj(": 3.5}},
+        {"alpha_pattern": {"q_proj": -1.0}},
+        {"target_modules": ["all-linear"]},
+        {"target_modules": "all_linear"},
+    ],
+)
+def test_patterns_that_peft_cannot_read_are_refused_by_key(changes):
+    with pytest.raises(PlanError) as caught:
+        build_plan(tiny_config("llama"), lora(**changes), tp_size=2)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"lora.{next(iter(changes))} = ")
 
 
 def test_a_plan_counts_what_is_trained_and_no_frozen_b():

@@ -77,7 +77,7 @@ def test_check_recipe_finds_the_same_mistakes_in_a_loaded_recipe(tmp_path: Path)
         ("tp_size = 2", "it belongs in [parallel]"),
         ("r = true", "needs a whole number"),
         ("r = 8.0", "needs a whole number"),
-        ("lora_alpha = 0", "needs a whole number of 1 or more"),
+        ("lora_alpha = 0", "needs a number above 0"),
         ("lora_dropout = 1.0", "needs a number from 0 up to, but not, 1"),
         ('lora_dropout = "a bit"', "needs a number"),
         ("fan_in_fan_out = true", "is for Conv1D (GPT-2)"),
@@ -98,7 +98,16 @@ def test_check_recipe_finds_the_same_mistakes_in_a_loaded_recipe(tmp_path: Path)
         ("[lora.lora_ga_config]\nstable_gamma = 8", "attach from Python"),
         ('task_type = "SEQ_CLS"', "which a recipe does not load; attach from Python"),
         ("[lora.rank_pattern]\nq_proj = 0", "each with a whole number of 1 or more"),
-        ("[lora.alpha_pattern]\nq_proj = true", "each with a whole number of 1 or more"),
+        ("[lora.rank_pattern]\nq_proj = 2.5", "each with a whole number of 1 or more"),
+        ("[lora.alpha_pattern]\nq_proj = true", "each with a number above 0"),
+        ("[lora.alpha_pattern]\nq_proj = 0.0", "each with a number above 0"),
+        ('[lora.rank_pattern]\n"*" = 3', "'*' is no regular expression (nothing to repeat)"),
+        (
+            '[lora.alpha_pattern]\n"q(" = 3',
+            "'q(' is no regular expression (missing ), unterminated",
+        ),
+        ('exclude_modules = "q_proj("', "'q_proj(' is no regular expression"),
+        ('layers_pattern = "h["', "'h[' is no regular expression"),
         ("layers_to_transform = [1]", "peft refuses it: `layers_to_transform` cannot be used"),
     ],
 )
@@ -114,7 +123,8 @@ def test_a_lora_key_that_cannot_be_done_is_one_line(tmp_path: Path, line: str, w
 @pytest.mark.parametrize(
     "line",
     ["use_dora = false", 'bias = "none"', "init_lora_weights = false", "use_rslora = true",
-     'init_lora_weights = "gaussian"', "lora_dropout = 0", "rank_pattern = { q_proj = 4 }"],
+     'init_lora_weights = "gaussian"', "lora_dropout = 0", "rank_pattern = { q_proj = 4 }",
+     "alpha_pattern = { q_proj = 2.5 }"],
 )  # fmt: skip
 def test_a_lora_key_that_can_be_done_is_kept(tmp_path: Path, line: str) -> None:
     recipe = read_recipe(write_recipe(tmp_path, ("[lora]", f"[lora]\n{line}")))
@@ -126,6 +136,13 @@ def test_modules_to_adapt_have_to_be_named(tmp_path: Path) -> None:
     assert problem.startswith("lora.target_modules (line 4): missing; name modules")
     (problem,) = problems_of(write_recipe(tmp_path), "lora.target_modules=[]")
     assert "adapts nothing" in problem
+    for wrong in ('"q_proj("', '"all_linear"', '["all-linear"]'):
+        (problem,) = problems_of(write_recipe(tmp_path), f"lora.target_modules={wrong}")
+        hint = (
+            'did you mean target_modules = "all-linear"?' if "all" in wrong else "'q_proj(' is no"
+        )
+        assert problem.startswith("lora.target_modules = ")
+        assert hint in problem
     read_recipe(write_recipe(tmp_path), ['lora.target_modules=["q_proj", "lm_head"]'])
 
 

@@ -71,12 +71,17 @@ def _config_of(folder: str) -> LoraConfig:
     """The config of a saved adapter, to be trained on."""
     from peft import PeftConfig  # noqa: PLC0415  (as above)
 
+    where = f"lora.adapter_name_or_path = {folder!r}"
     try:
         config = PeftConfig.from_pretrained(str(started_from(folder)))
-    except (OSError, TypeError, ValueError) as error:
+    except KeyError as error:  # a peft_type that the installed peft has not
         raise PlanError(
-            [f"lora.adapter_name_or_path = {folder!r}: its config cannot be read: {error}"]
+            [f"{where}: its peft_type is {error.args[0]!r}; {say_method(error.args[0])}"]
         ) from None
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError([f"{where}: its config cannot be read: {error}"]) from None
+    if config.peft_type != "LORA":
+        raise PlanError([f"{where}: {say_method(config.peft_type)}"])
     config.inference_mode = False
     return as_loaded(config)
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
+from tplora.recipe.pattern_rules import MATCHED, say_pattern
 from tplora.upstream import adapter_target_names, peft_moved_names, peft_refusal
 from tplora.upstream.peft_keys import peft_file_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from peft import LoraConfig
     from transformers import PreTrainedModel
@@ -52,8 +53,12 @@ def match_targets(model: PreTrainedModel, config: LoraConfig, facts: ModelFacts)
 
     Raises:
         PlanError: For every entry that matches nothing, with the near names; when all of them
-            together, less ``exclude_modules``, leave nothing; or when PEFT itself refuses one.
+            together, less ``exclude_modules``, leave nothing; when PEFT itself refuses one; or for
+            every field that is no regular expression and should be one.
     """
+    unreadable = list(_unreadable_fields(config))
+    if unreadable:
+        raise PlanError(unreadable)
     if not config.target_modules and not config.target_parameters:
         available = ", ".join(_leaves(facts))
         raise PlanError(
@@ -73,6 +78,14 @@ def match_targets(model: PreTrainedModel, config: LoraConfig, facts: ModelFacts)
     if problems:
         raise PlanError(problems)
     return targets
+
+
+def _unreadable_fields(config: LoraConfig) -> Iterator[str]:
+    for key in MATCHED:
+        value = getattr(config, key)
+        message = say_pattern(key, value)
+        if message:
+            yield f"lora.{key} = {value!r}: {message}"
 
 
 def _by_kind(names: Iterable[str], matched: Iterable[str], facts: ModelFacts) -> Targets:

@@ -73,7 +73,11 @@ LORA_FIELDS: Mapping[str, LoraField] = {
     "revision": _record("of the base"),
     "inference_mode": _record("nothing is trained"),
     "r": _exact(),
-    "target_modules": _exact('a list, a regular expression, or "all-linear"'),
+    "target_modules": _exact(
+        'a list, a regular expression, or "all-linear": every linear layer but the head, and no '
+        "experts, which peft takes along for some mixtures of experts (lora.experts = true adapts "
+        "them)"
+    ),
     "exclude_modules": _exact(),
     "lora_alpha": _exact(),
     "lora_dropout": _exact("masks are the same at every tp_size"),

@@ -14,6 +14,12 @@ from tplora.recipe.lora_fields import (
     REFUSED_INITS,
     LoraField,
 )
+from tplora.recipe.pattern_rules import (
+    MATCHED,
+    is_number_above_0,
+    is_whole_from_1,
+    say_pattern,
+)
 from tplora.recipe.wording import Places, say_problem
 
 __all__ = ["SUPPORTED", "find_lora_problems", "is_refused", "say_method", "say_value"]
@@ -101,11 +107,15 @@ def say_value(key: str, value: object, defaults: Mapping[str, Any]) -> str | Non
         return f"cannot be done exactly under tensor parallelism yet; allowed is {allowed}"
     if key == "init_lora_weights":
         return _say_init(value)
-    if key.endswith("_pattern") and isinstance(value, dict):
-        return _say_pattern(value)
-    if key in ("r", "lora_alpha") and isinstance(value, int) and value < 1:
+    if key in MATCHED:
+        return say_pattern(key, value)
+    return _say_number(key, value)
+
+
+def _say_number(key: str, value: object) -> str | None:
+    if key == "r" and not is_whole_from_1(value):
         return "needs a whole number of 1 or more"
-    if key.startswith("loraplus_") and isinstance(value, int | float) and value <= 0:
+    if (key == "lora_alpha" or key.startswith("loraplus_")) and not is_number_above_0(value):
         return "needs a number above 0"
     if key == "lora_dropout" and isinstance(value, int | float) and not 0 <= value < 1:
         return "needs a number from 0 up to, but not, 1"
@@ -130,13 +140,6 @@ def _say_init(value: object) -> str | None:
         return REFUSED_INITS[str(value)]
     allowed = ", ".join(_spell(one) for one in INITS)
     return f'is no init of peft; allowed is {allowed}, "pissa_niter_N"'
-
-
-def _say_pattern(pattern: Mapping[str, Any]) -> str | None:
-    numbers = [value for value in pattern.values() if isinstance(value, int)]
-    if len(numbers) < len(pattern) or any(isinstance(n, bool) or n < 1 for n in numbers):
-        return "needs a table of module patterns, each with a whole number of 1 or more"
-    return None
 
 
 def _start_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
