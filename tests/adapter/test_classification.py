@@ -18,6 +18,7 @@ from tests.tiny import VOCAB, tiny_config
 from tplora.adapter.attach import attach_adapter
 from tplora.base.load import load_base
 from tplora.errors import PlanError, ShardError
+from tplora.plan.build import plan_model
 from tplora.train.parallelism import parallelism_config
 from tplora.upstream import local_shard
 
@@ -157,6 +158,19 @@ def _drawn_by_each_rank(path):
 
 def test_a_head_that_each_rank_drew_for_itself_is_refused(world2, checkpoint):
     world2.run(_drawn_by_each_rank, checkpoint)
+
+
+def test_heads_that_peft_names_itself_may_be_missing(checkpoint):
+    """PEFT writes both of its names into the config's list, and no model has both."""
+    model = _base(checkpoint, is_cut=False)
+    config = lora(target_modules=["q_proj"], task_type="SEQ_CLS", modules_to_save=["norm"])
+    get_peft_model(_base(checkpoint, is_cut=False), config)
+    assert config.modules_to_save == ["norm", "classifier", "score"]
+    plan = plan_model(model, config, tp_size=1, base_dtype="float64")
+    assert "score" in {part.name for part in plan.trained}
+    config.modules_to_save.append("scores")
+    with pytest.raises(PlanError, match="'scores' matches no module"):
+        plan_model(model, config, tp_size=1, base_dtype="float64")
 
 
 def _other_task(path):

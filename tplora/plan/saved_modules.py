@@ -32,10 +32,12 @@ def plan_saved_modules(
     tied = _tied_names(facts, lora, asked)
     entries, problems = _without_tied(facts, asked, tied), []
     found: dict[str, PartFacts] = {}
-    for entry in (*entries, *modules_saved_with_task(lora)):
+    # PEFT writes these into the config's own list, all of them: no model has both.
+    with_task = modules_saved_with_task(lora)
+    for entry in (*entries, *with_task):
         matched = [part for part in facts.parts if part.name.endswith(entry)]
         found |= {part.name: part for part in matched if part.name not in tied}
-        if not matched and entry in asked:
+        if not matched and entry not in with_task:
             problems.append(f"lora.modules_to_save: {entry!r} matches no module; leave it out")
     plans = []
     for part in found.values():
