@@ -1,5 +1,6 @@
 """The keys of ``[lora]`` and ``[export]`` that tplora adds, through whole runs in one process."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_learning_rate_that_nothing_reads_is_refused(place):
     done = tplora(place, "check", "third.toml", *argv[:2])
     assert done.returncode == 1
     assert "has no effect without loraplus_lr_ratio" in done.stderr
+
+
+def test_an_adapter_without_a_tokenizer_answers_with_the_base_s(place):
+    """As peft alone leaves it."""
+    (place / "bare").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(place / "first" / "adapter" / name, place / "bare" / name)
+    argv = ["what is 3", "--max-new-tokens", "4"]
+    whole, bare = (tplora(place, "generate", folder, *argv) for folder in ("first", "bare"))
+    assert bare.returncode == 0, bare.stderr + bare.stdout
+    assert bare.stdout == whole.stdout
 
 
 def test_what_the_adapter_brings_is_not_given_again(place):

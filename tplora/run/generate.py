@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from tplora.run.base import Base
+
 __all__ = ["run_generate"]
 
 
@@ -41,7 +43,7 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
     device = join_process_group(processes)
     adapter = find_adapter(run)
     base = find_base(run, adapter)
-    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    tokenizer = _read_tokenizer(adapter, base)
     model = load_base(
         base.path,
         tp_size=tp_size,
@@ -70,6 +72,15 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
         tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
     return answer
+
+
+def _read_tokenizer(adapter: Path, base: Base) -> PreTrainedTokenizerBase:
+    """The adapter's; the base's if none lies beside the adapter, as peft alone leaves it."""
+    if any(adapter.glob("tokenizer*")):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(adapter)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(base.path, revision=base.revision)
+    return tokenizer
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
