@@ -92,13 +92,19 @@ def _options(hint: object) -> Iterable[str]:
     elif origin is Literal:
         yield from (dump_value(value) for value in inner)
     elif origin is typing.Annotated:
-        yield f"{say_type(inner[0])}{_say_limits(inner[1:])}"
+        yield _say_annotated(*inner)
     elif isinstance(hint, type) and issubclass(hint, Enum):
         yield from (f'"{member.value}"' for member in hint)
     elif origin is list:
         yield f"a list of {say_type(inner[0])}"
     else:
         yield _WORDS.get(origin or hint, "a table")
+
+
+def _say_annotated(hint: object, *marks: Any) -> str:
+    if typing.get_origin(hint) is list:  # the one limit of a list is that it is not empty
+        return f"a list of one or more, each {say_type(typing.get_args(hint)[0])}"
+    return f"{say_type(hint)}{_say_limits(marks)}"
 
 
 def _say_limits(marks: Iterable[Any]) -> str:
