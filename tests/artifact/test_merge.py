@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
 from tests.zoo.build import build_model
 from tplora.artifact import change, merge, tensor_file
+from tplora.artifact.adapter_dir import read_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.errors import ArtifactError
 
@@ -161,6 +162,25 @@ def test_added_tokens_grow_embedding_head_and_config(bases, tmp_path, base):
     _assert_equals_peft(tmp_path / "resized", adapter, tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["vocab_size"] == VOCAB + 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": {"lm_head": [VOCAB]}}],
+)
+def test_half_of_a_tie_that_would_stay_smaller_is_refused(bases, tmp_path, config):
+    model = AutoModelForCausalLM.from_pretrained(bases["tied"])
+    model.resize_token_embeddings(VOCAB + 1, mean_resizing=False)
+    model.save_pretrained(tmp_path / "resized")
+    adapter = write_adapter(tmp_path / "resized", tmp_path / "adapter", **ALL_LINEAR | config)
+    with pytest.raises(ArtifactError, match="which the base ties, would keep 50"):
+        merge_adapter(str(bases["tied"]), adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_norm_is_not_a_number_of_tokens(bases, tmp_path):
+    adapter = write_adapter(bases["one file"], tmp_path / "adapter", modules_to_save=["norm"])
+    assert read_adapter(adapter).num_tokens == 0
 
 
 @pytest.mark.parametrize("base", ["tied", "tied shards"])

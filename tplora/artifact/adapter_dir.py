@@ -71,7 +71,9 @@ class AdapterFiles:
         rows += [
             self.shapes[key][0]
             for name, key in self.others.items()
-            if name.endswith(".weight") and not any(part.isdigit() for part in name.split("."))
+            if name.endswith(".weight")
+            and len(self.shapes[key]) == 2  # a norm is as long as the hidden size
+            and not any(part.isdigit() for part in name.split("."))
         ]
         return max(rows, default=0)
 

@@ -88,6 +88,7 @@ def plan_merge(adapter: AdapterFiles, checkpoint: Checkpoint) -> MergePlan:
         for job in jobs
         if job.num_rows > checkpoint.tensors[job.source][1].shape[0]
     }
+    _check_halves_grow(adapter, checkpoint, tied, jobs, max(grown.values(), default=0))
     return MergePlan(
         jobs=tuple(jobs),
         is_untied=tied is not None,
@@ -199,6 +200,26 @@ def _aliases(checkpoint: Checkpoint, tied: TiedPair | None) -> dict[str, str]:
         for name, other in halves
         if name not in checkpoint.tensors and other in checkpoint.tensors
     }
+
+
+def _check_halves_grow(
+    adapter: AdapterFiles,
+    checkpoint: Checkpoint,
+    tied: TiedPair | None,
+    jobs: list[MergeJob],
+    vocab_size: int,
+) -> None:
+    """Where a tie becomes two weights and one of them grows, so does the other."""
+    if tied is None or not vocab_size:
+        return
+    rows = {job.name: job.num_rows for job in jobs}
+    for half in (tied.embedding, tied.head):
+        found = rows[half] if half in rows else checkpoint.tensors[half][1].shape[0]
+        if found < vocab_size:
+            raise ArtifactError(
+                f"{adapter.folder}: holds {vocab_size} tokens, and {half}, which the base ties, "
+                f"would keep {found}; train new tokens of both (ensure_weight_tying = true)"
+            )
 
 
 def _check_tensors(
