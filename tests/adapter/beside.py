@@ -51,6 +51,7 @@ TOKENS = {
         ),
     ),
     "head-alone": ("llama", CUT, _case(trainable_token_indices={"lm_head": [3, 100, 64]})),
+    "tied-head-alone": ("qwen2_tied", CUT, _case(trainable_token_indices={"lm_head": [5, 100]})),
     "scaled": ("llama", SCALED, _case(trainable_token_indices=[22, 6, 0, 116])),
 }
 BIASES = {
@@ -70,6 +71,7 @@ ON_TWO = (
     "tokens-own-rows-on-one-rank",
     "tokens-tied-and-both-named",
     "tokens-head-alone",
+    "tokens-tied-head-alone",
     "bias-lora_only",
 )
 """Runs that three ranks add nothing to."""

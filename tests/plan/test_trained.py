@@ -135,6 +135,16 @@ def test_in_one_process_any_module_can_be_trained():
         ("llama", {"trainable_token_indices": [V]}, f"has no token {V}, only 0 to {V - 1}"),
         ("llama", {"trainable_token_indices": [-1]}, "has no token -1"),
         ("llama", {"trainable_token_indices": [3, 4, 3]}, "is given token 3 twice"),
+        (
+            "llama",
+            {"trainable_token_indices": {"model.embed_tokens": [5], "embed_tokens": [6, 7]}},
+            "two entries name model.embed_tokens; put its tokens into one",
+        ),
+        (
+            "qwen2_tied",
+            {"trainable_token_indices": {"lm_head": [5]}, "ensure_weight_tying": True},
+            "names lm_head without the embedding",
+        ),
         ("llama", {"trainable_token_indices": {"wte": [3]}}, "'wte' matches no module"),
         (
             "llama",

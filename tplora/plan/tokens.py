@@ -5,13 +5,14 @@ A head that is tied to the embedding follows it, as in PEFT, unless it was given
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tplora.plan.style import FactorPlan
 from tplora.plan.trained import part_problem, plan_part, style_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from peft import LoraConfig
 
@@ -52,10 +53,20 @@ def plan_tokens(
                 plans.append(plan_token_rows(part, tuple(tokens), tp_size))
             else:
                 problems.append(f"{_KEY}: {part.name} {problem}")
+    problems += _named_twice(plan.name for plan in plans)
     if follows:
         tied, more = _tied_plans(facts, plans, taken, tp_size)
         plans, problems = [*plans, *tied], [*problems, *more]
     return plans, problems
+
+
+def _named_twice(names: Iterable[str]) -> list[str]:
+    counts = Counter(names)
+    return [
+        f"{_KEY}: two entries name {name}; put its tokens into one"
+        for name in counts
+        if counts[name] > 1
+    ]
 
 
 def _tied_plans(
@@ -89,7 +100,13 @@ def _follow(
             f"lora.ensure_weight_tying: {', '.join(map(str, own))} are tied and are given other "
             f"tokens each in {_KEY}; give them the same"
         ]
-    return not differs, []
+    is_led = any(facts.embedding and facts.embedding.endswith(str(entry)) for entry in targets)
+    if is_asked and own and not is_led:
+        return False, [
+            f"lora.ensure_weight_tying: {_KEY} names {own[0]} without the embedding that it is "
+            "tied to; name the embedding instead"
+        ]
+    return is_led and not differs, []
 
 
 def _is_of_pair(facts: ModelFacts, entry: str) -> bool:
@@ -102,7 +119,10 @@ def _problem(
 ) -> str | None:
     """Why tokens of a module cannot be trained exactly, or None."""
     if part.name in taken:
-        return "is adapted or trained whole as well; choose one of them"
+        return (
+            "is adapted or trained whole as well, and model.add_tokens trains new tokens here too; "
+            "choose one of them"
+        )
     if part.kind not in ("linear", "embedding"):
         return f"is a {part.type_name}, which has no tokens; leave it out"
     if part.kind == "linear" and "bias" in dict(part.parameters):
