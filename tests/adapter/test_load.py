@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.adapter.models import load_plain, tokens
+from tests.adapter.models import load_plain, lora, tokens
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
+from tplora.artifact.merge import merge_adapter
 from tplora.base.load import load_base
+from tplora.base.resize import resize_tokens
 from tplora.errors import ArtifactError
 
 pytestmark = pytest.mark.world
@@ -110,11 +113,77 @@ def _one_less(tensors):
     return {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
 
 
+def _save_resized(path, folder, **settings):
+    """Plain PEFT's adapter of a base with two more tokens; what it says with them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says that it adds the copies
+        base = _more_tokens(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
+        model = get_peft_model(base, lora(target_modules=["q_proj"], **settings))
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.data.add_(torch.randn_like(parameter) / 8)
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            return model.eval()(tokens()).logits.numpy()
+
+
+def _more_tokens(base):
+    torch.manual_seed(3)
+    base.resize_token_embeddings(base.get_input_embeddings().weight.shape[0] + 2)
+    return base
+
+
+WHOLE_ENDS = {"modules_to_save": ["embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "was saved with a vocabulary of 129 tokens, the base has 127; write base and adapter"),
+        ({"trainable_token_indices": [1]}, "the base has 127; load the base that it was trained"),
+        (WHOLE_ENDS, "before attaching, resize the base with tplora.base.resize.resize_tokens"),
+    ],
+)
+def test_a_vocabulary_that_was_resized_is_said(world2, checkpoint, tmp_path, settings, words):
+    _save_resized(checkpoint("llama"), tmp_path, **settings)
+    for said in world2.run(_refused, checkpoint("llama"), tmp_path):
+        assert words in said
+
+
+def _logits_resized(path, folder):
+    base = load_base(path, tp_size=torch.distributed.get_world_size(), dtype=torch.float64)
+    resize_tokens(base, 129, seed=0)
+    model = attach_adapter(base, LoraConfig.from_pretrained(folder), autocast_adapter_dtype=False)
+    load_factors(model.to(torch.float64), folder)
+    with torch.no_grad():
+        return model.eval()(tokens()).logits.numpy()
+
+
+def test_whole_ends_of_a_resized_vocabulary_are_read_once(world2, checkpoint, tmp_path):
+    """PEFT saves them three times over; what it was asked to is in the file once each."""
+    wanted = _save_resized(checkpoint("llama"), tmp_path, **WHOLE_ENDS)
+    assert any("original_module" in name for name in load_file(tmp_path / WEIGHTS))
+    for logits in world2.run(_logits_resized, checkpoint("llama"), tmp_path):
+        assert abs(logits - wanted).max() < 1e-6
+
+
+@pytest.mark.parametrize("settings", [{}, WHOLE_ENDS, {"modules_to_save": ["lm_head"]}])
+def test_a_resized_adapter_is_merged_as_by_peft(checkpoint, tmp_path, settings):
+    path = checkpoint("llama")
+    _save_resized(path, tmp_path / "adapter", **settings)
+    base = _more_tokens(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
+    wanted = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    merge_adapter(path, tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, tensor in merged.state_dict().items():
+        assert float((tensor - wanted[name]).abs().max()) < 1e-6, name
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_other_base, "is not the base's weight"),
-        (_resized, "it was resized or trained"),
+        (_other_base, "its values are not the base's"),
+        (_resized, "was saved with a vocabulary of 129 tokens, the base has 127; load the base"),
         (_one_less, "are in the file or in the model but not in both"),
     ],
 )

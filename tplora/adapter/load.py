@@ -13,13 +13,17 @@ from tplora.adapter.original import check_probes
 from tplora.errors import ArtifactError
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
-from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
+from tplora.upstream.peft_keys import adapter_file_key, is_second_copy, peft_file_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tplora.adapter.factor import Factor
     from tplora.adapter.model import TploraModel
 
 __all__ = ["load_factors"]
+
+_SAVED_BASE = ".base_layer.weight"
 
 
 def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = "default") -> None:
@@ -44,7 +48,8 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
     keys = peft_file_keys(model.get_base_model(), config, by_key)
     factors = {keys[key] or key: factor for key, factor in by_key.items()}
     with open_adapter_tensors(Path(folder)) as file:
-        names = set(file.keys())
+        held = set(file.keys())
+        names = {name for name in held if not is_second_copy(name, held)}
         copies = {name for name in names - set(factors) if _is_of_base(model, name)}
         wrong = sorted((names - copies) ^ set(factors))
         if wrong:
@@ -52,7 +57,7 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
                 f"{folder}: {wrong[0]} and {len(wrong) - 1} more are in the file or in the model "
                 "but not in both; attach the adapter_config.json that lies beside it"
             )
-        for key in sorted(copies):
+        for key in sorted(copies, key=lambda key: (not key.endswith(_SAVED_BASE), key)):
             _check_copy(model.get_parameter(key), file.get_slice(key), f"{folder}: {key}")
         for name, factor in factors.items():
             _fill(factor, file.get_slice(name), f"{folder}: {name}")
@@ -74,11 +79,26 @@ def _check_copy(parameter: torch.Tensor, piece: Any, where: str) -> None:
     if saved is not None and isinstance(parameter, DTensor):
         saved = _piece_like(saved, parameter)
     if saved is None or not torch.equal(saved.to(own.dtype), own):
-        raise ArtifactError(
-            f"{where}: {list(piece.get_shape())} is not the base's weight "
-            f"{list(parameter.shape)}: it was resized or trained, or this is another base; an "
-            "adapter that trains it names it in modules_to_save"
+        raise ArtifactError(f"{where}: {_say_copy(where, piece.get_shape(), parameter.shape)}")
+
+
+def _say_copy(key: str, saved: Sequence[int], has: Sequence[int]) -> str:
+    """What a copy of embedding or head that is not the base's says, and what can be done."""
+    what_to_do = (
+        "load the base that it was trained on, with its rows"
+        if key.endswith(_SAVED_BASE)
+        else "write base and adapter into one model with tplora export and take that as the base"
+    )
+    if list(saved) == list(has):
+        return (
+            "was saved whole and its values are not the base's: it was resized or trained, or "
+            f"this is another base; {what_to_do}, or name it in modules_to_save to train it"
         )
+    if list(saved[1:]) == list(has[1:]):
+        return (
+            f"was saved with a vocabulary of {saved[0]} tokens, the base has {has[0]}; {what_to_do}"
+        )
+    return f"{list(saved)} is not the base's weight {list(has)}; load the base it was trained on"
 
 
 def _piece_like(whole: torch.Tensor, placed: DTensor) -> torch.Tensor:
@@ -94,6 +114,12 @@ def _piece_like(whole: torch.Tensor, placed: DTensor) -> torch.Tensor:
 
 def _fill(factor: Factor, piece: Any, where: str) -> None:
     shape = tuple(piece.get_shape())
+    if shape != factor.plan.shape and _is_of_tokens(factor, shape):
+        raise ArtifactError(
+            f"{where}: was saved with a vocabulary of {shape[0]} tokens, the base has "
+            f"{factor.plan.shape[0]}; before attaching, resize the base with "
+            f"tplora.base.resize.resize_tokens(model, {shape[0]}, seed=0)"
+        )
     if shape != factor.plan.shape:
         raise ArtifactError(
             f"{where}: has shape {shape}, this model's factor is {factor.plan.shape}; take the "
@@ -101,6 +127,13 @@ def _fill(factor: Factor, piece: Any, where: str) -> None:
         )
     with torch.no_grad():
         local_shard(factor.parameter).copy_(_own_part(factor, piece))
+
+
+def _is_of_tokens(factor: Factor, saved: tuple[int, ...]) -> bool:
+    """Whether a factor is embedding or head, trained whole, and the file has other rows of it."""
+    is_whole = ".modules_to_save." in factor.name
+    is_end = is_whole and not any(part.isdigit() for part in factor.name.split("."))
+    return is_end and len(saved) == 2 and saved[1:] == factor.plan.shape[1:]
 
 
 def _own_part(factor: Factor, piece: Any) -> torch.Tensor:

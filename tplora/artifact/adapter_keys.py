@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tplora.upstream.peft_keys import is_second_copy
+
 __all__ = ["AdapterKeys", "sort_keys"]
 
 _PREFIX = "base_model.model."
@@ -16,6 +18,8 @@ _FACTORS = {
     ".lora_B.bias": "bias",
 }
 _SAVED_BASE = ".base_layer.weight"
+_TRAINED = ".modules_to_save."
+_OF_TOKENS = ".token_adapter"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
@@ -34,6 +38,8 @@ def sort_keys(shapes: Mapping[str, tuple[int, ...]]) -> AdapterKeys:
     """Say of each key what it holds."""
     keys = AdapterKeys(factors={}, saved_bases={}, trained_tokens={}, others={})
     for key in shapes:
+        if is_second_copy(key, shapes):
+            continue
         name = key.removeprefix(_PREFIX)
         suffix = next((end for end in _FACTORS if name.endswith(end)), None)
         if name == key:
@@ -42,9 +48,10 @@ def sort_keys(shapes: Mapping[str, tuple[int, ...]]) -> AdapterKeys:
             module = name.removesuffix(suffix)
             keys.factors.setdefault(module, {})[_FACTORS[suffix]] = key
         elif name.endswith(_SAVED_BASE):
-            keys.saved_bases[name.removesuffix(_SAVED_BASE)] = key
+            module = name.removesuffix(_SAVED_BASE).removesuffix(_OF_TOKENS)
+            keys.saved_bases[module] = key
         elif name.endswith(_TOKENS):
             keys.trained_tokens[name.removesuffix(_TOKENS)] = key
         else:
-            keys.others[name.replace(".base_layer.", ".")] = key
+            keys.others[name.replace(".base_layer.", ".").replace(_TRAINED, ".")] = key
     return keys

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-__all__ = ["adapter_file_key", "peft_file_keys"]
+__all__ = ["adapter_file_key", "is_second_copy", "peft_file_keys"]
 
+_TRAINED, _ORIGINAL = ".modules_to_save.", ".original_module."
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -36,6 +37,17 @@ def adapter_file_key(name: str, adapter_name: str) -> str:
     if name.endswith(magnitude):
         return name.removesuffix(magnitude) + ".lora_magnitude_vector"
     return name.replace(f".{adapter_name}", "")
+
+
+def is_second_copy(key: str, keys: Collection[str]) -> bool:
+    """Whether a key is one that PEFT adds to a module that is trained whole, and does not read.
+
+    With a resized vocabulary it saves embedding and head a second time, as its wrapper names them:
+    the trained weight, and what it was before (``get_peft_model_state_dict``, peft 0.21).
+    """
+    trained = key.replace(_ORIGINAL, _TRAINED)
+    plain = trained.replace(_TRAINED, ".")
+    return plain != key and (plain in keys or (trained != key and trained in keys))
 
 
 def peft_file_keys(
