@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.run.test_finetune import RECIPE, metrics, tplora
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
+from tplora.errors import RecipeError
+from tplora.run.vocabulary import _check_tied, _with_tokens
 
 pytestmark = pytest.mark.world
 NEW = ["<call>", "<result>"]
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def _chat(number: int) -> str:
@@ -102,10 +105,44 @@ def test_verify_and_generate_know_the_new_tokens(place):
     [
         ('["<s>"]', "the tokenizer has '<s>' already"),
         ('["<a>", "<a>"]', "names a token twice"),
-        ("[]", "needs"),
+        ("[]", "needs a list of one or more, each text in quotes that is not empty\n"),
+        ('[""]', "needs a list of one or more, each text in quotes that is not empty\n"),
     ],
 )
 def test_tokens_that_cannot_be_added_are_refused(place, tokens, said):
     done = tplora(place, "plan", "recipe.toml", "--set", f"model.add_tokens={tokens}")
     assert done.returncode == 1
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_tied", "found"),
+    [
+        ({}, False, {EMBEDDING: [8, 9], HEAD: [8, 9]}),
+        ({}, True, {EMBEDDING: [8, 9]}),
+        (
+            {"trainable_token_indices": {"embed_tokens": [5, 8]}},
+            False,
+            {"embed_tokens": [5, 8, 9], HEAD: [8, 9]},
+        ),
+        ({"trainable_token_indices": {EMBEDDING: [5]}}, True, {EMBEDDING: [5, 8, 9]}),
+        (
+            {"trainable_token_indices": {HEAD: [5]}},
+            True,
+            {EMBEDDING: [8, 9], HEAD: [5, 8, 9]},
+        ),
+        ({"modules_to_save": [EMBEDDING]}, False, {HEAD: [8, 9]}),
+        ({"modules_to_save": [HEAD], "ensure_weight_tying": True}, True, {}),
+    ],
+)
+def test_new_tokens_join_what_a_recipe_says_of_a_module(settings, is_tied, found):
+    assert _with_tokens(LoraConfig(**settings), [EMBEDDING, HEAD], [8, 9], is_tied=is_tied) == found
+
+
+@pytest.mark.parametrize("saved", ["embed_tokens", EMBEDDING, HEAD])
+def test_half_of_a_tie_trained_whole_is_refused_beside_new_tokens(saved):
+    lora = LoraConfig(modules_to_save=[saved])
+    with pytest.raises(RecipeError, match=r"model\.add_tokens: .*ensure_weight_tying = true"):
+        _check_tied(lora, [EMBEDDING, HEAD])
+    lora.ensure_weight_tying = True
+    _check_tied(lora, [EMBEDDING, HEAD])

@@ -79,6 +79,7 @@ def set_up_adapter(recipe: Recipe, source: ModelSource) -> AdapterSetup:
 
     Raises:
         PlanError: If the adapter's config cannot be had.
+        RecipeError: If new tokens would be trained in one of two modules that are tied.
     """
     trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
@@ -94,25 +95,55 @@ def set_up_adapter(recipe: Recipe, source: ModelSource) -> AdapterSetup:
         new = sorted({*new, *range(text.vocab_size, num_tokens)}) if new else new
         text.vocab_size = num_tokens
     if new:
-        names = _row_modules(config, trust_remote_code=trust)
-        lora.trainable_token_indices = _with_tokens(lora, names, new)
+        names, is_tied = _row_modules(config, trust_remote_code=trust)
+        if is_tied:
+            _check_tied(lora, names)
+        lora.trainable_token_indices = _with_tokens(lora, names, new, is_tied=is_tied)
     return AdapterSetup(config=config, lora=lora, num_tokens=num_tokens if is_grown else None)
 
 
-def _row_modules(config: PretrainedConfig, *, trust_remote_code: bool) -> list[str]:
-    """The last names of the embedding, and of the head if it has rows of its own."""
+def _row_modules(config: PretrainedConfig, *, trust_remote_code: bool) -> tuple[list[str], bool]:
+    """The embedding, and the head if the model has one; whether they are one weight."""
     model = build_meta_model(config, trust_remote_code=trust_remote_code)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
-    is_own = head is not None and head.weight is not embedding.weight
-    return [names[id(embedding)], *([names[id(head)]] if is_own else [])]
+    names = {id(module): name for name, module in model.named_modules()}
+    if head is None:
+        return [names[id(embedding)]], False
+    return [names[id(embedding)], names[id(head)]], head.weight is embedding.weight
 
 
-def _with_tokens(lora: LoraConfig, names: list[str], new: Collection[int]) -> dict[str, list[int]]:
-    """PEFT's ``trainable_token_indices``: what was asked for, and the new tokens everywhere."""
+def _is_named(name: str, entries: Any) -> bool:
+    """By PEFT's rule: an entry is the end of a module's name."""
+    return any(name.endswith(entry) for entry in entries or ())
+
+
+def _check_tied(lora: LoraConfig, names: list[str]) -> None:
+    """A copy of one half alone would leave the other's new rows untrained and out of the file."""
+    saved = [name for name in names if _is_named(name, lora.modules_to_save)]
+    if len(saved) == 1 and not lora.ensure_weight_tying:
+        raise RecipeError(
+            [
+                f"model.add_tokens: lora.modules_to_save names {saved[0]} and not what it is tied "
+                f"to; set lora.ensure_weight_tying = true, or name both ({' and '.join(names)})"
+            ]
+        )
+
+
+def _with_tokens(
+    lora: LoraConfig, names: list[str], new: Collection[int], *, is_tied: bool
+) -> dict[str, list[int]]:
+    """PEFT's ``trainable_token_indices``: what was asked for, and the new tokens everywhere.
+
+    A tied head follows the embedding, unless it was given tokens of its own.
+    """
     asked: Any = lora.trainable_token_indices or {}
     found: dict[str, Any] = dict(asked) if isinstance(asked, dict) else {names[0]: asked}
+    saved = [name for name in names if _is_named(name, lora.modules_to_save)]
+    if is_tied and not _is_named(names[1], found):
+        names = names[:1]
     for name in names:
-        if name not in (lora.modules_to_save or ()):  # there every row is trained
-            found[name] = [*found.get(name, ()), *new]
+        # Where the module is trained whole, every row is; with ensure_weight_tying so is the head.
+        if name not in saved and not (is_tied and saved):
+            entry = next((entry for entry in found if name.endswith(entry)), name)
+            found[entry] = list(dict.fromkeys([*found.get(entry, ()), *new]))
     return {name: list(tokens) for name, tokens in found.items() if tokens}
