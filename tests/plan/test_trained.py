@@ -189,6 +189,11 @@ def test_what_cannot_be_trained_is_refused_by_name(name, settings, words):
         ("bamba", {"bias": "all"}, "conv1d is a Conv1d; only linear layers"),
         ("mixtral", {"modules_to_save": ["experts"]}, "is a MixtralExperts; only linear layers"),
         ("phi", {"trainable_token_indices": {"lm_head": [3]}}, "has a bias, which peft leaves out"),
+        (
+            "phi",
+            {"trainable_token_indices": {"lm_head": [3]}},
+            "leave it out, and model.add_tokens",
+        ),
     ],
 )
 def test_what_other_models_cannot_have_is_refused_by_name(model_type, settings, words):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_token_rows", "plan_tokens"]
 
 _KEY = "lora.trainable_token_indices"
+_LEAVE_OUT = "leave it out, and model.add_tokens, whose tokens are trained here too"
 
 
 def plan_tokens(
@@ -126,12 +127,12 @@ def _problem(
     if part.kind not in ("linear", "embedding"):
         return f"is a {part.type_name}, which has no tokens; leave it out"
     if part.kind == "linear" and "bias" in dict(part.parameters):
-        return "has a bias, which peft leaves out where tokens are trained; leave it out"
+        return f"has a bias, which peft leaves out where tokens are trained; {_LEAVE_OUT}"
     problem = part_problem(facts, part) if tp_size > 1 else None
     if problem is not None:
-        return f"{problem}; leave it out"
+        return f"{problem}; {_LEAVE_OUT}"
     if part.kind == "linear" and style_of(part, tp_size).weight_shard_dim == 1:
-        return f"is cut on its input ({part.style}), not on its tokens; leave it out"
+        return f"is cut on its input ({part.style}), not on its tokens; {_LEAVE_OUT}"
     return _tokens_problem(tokens, dict(part.parameters)["weight"][0])
 
 
