@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from tplora.base.source import resolve_model
@@ -14,6 +13,7 @@ from tplora.errors import ArtifactError
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
+from tplora.saved.config import read_saved_config
 
 __all__ = ["Base", "find_base"]
 
@@ -65,7 +65,7 @@ def find_base(
 
 
 def _named_by(adapter: Path) -> ModelTable:
-    config = LoraConfig.from_pretrained(str(adapter))
+    config = read_saved_config(adapter)
     name = config.base_model_name_or_path
     if not name:
         raise ArtifactError(
