@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tplora.adapter.original import check_probes
+from tplora.base.fingerprint import check_same_base
 from tplora.errors import ArtifactError
 from tplora.plan.style import shard_range
 from tplora.saved.prefixes import moved_names
@@ -38,10 +39,13 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
 
     Raises:
         ArtifactError: If the file's tensors are not exactly this adapter's factors, by name, or are
-            for a base that the adapter's init has changed otherwise.
+            for a base that the adapter's init has changed otherwise, or for another base.
     """
     check_probes(model, Path(folder), adapter_name)
     config = model.peft_config[adapter_name]
+    check_same_base(
+        Path(folder), str(model.get_base_model().config.name_or_path), revision=config.revision
+    )
     by_key = {
         adapter_file_key(name, adapter_name): factor
         for factor in model.factors(adapter_name).values()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from tplora.base.fingerprint import check_same_base
 from tplora.base.source import resolve_model
 from tplora.errors import ArtifactError
 from tplora.plan.quantization import build_quantization_config
@@ -50,7 +51,8 @@ def find_base(
         progress: Called with one line before each long step.
 
     Raises:
-        ArtifactError: If a bare adapter does not say what its base is.
+        ArtifactError: If a bare adapter does not say what its base is, or what is there now is
+            another one.
         RecipeError: If the run's recipe cannot be read.
         SourceError: If the base cannot be had any more.
     """
@@ -60,6 +62,7 @@ def find_base(
     quantization = None if recipe is None else build_quantization_config(recipe.quantization)
     source = resolve_model(model, recipe_folder=run, progress=progress)
     revision = None if source.is_local else model.revision
+    check_same_base(adapter, source.path, revision=revision)
     dtype = _dtype(model.dtype, source.path, revision)
     return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
 

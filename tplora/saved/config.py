@@ -14,7 +14,7 @@ from tplora.errors import ArtifactError
 from tplora.recipe.lora_fields import INITS, REFUSED_INITS
 from tplora.recipe.lora_rules import say_method
 from tplora.recipe.pattern_rules import MATCHED, is_number_above_0, is_whole_from_1, say_pattern
-from tplora.saved.files import find_file, read_json
+from tplora.saved.files import find_file, read_json, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def _build(path: Path, values: dict[str, Any]) -> LoraConfig:
     ]
     if unknown:
         raise ArtifactError(
-            f"{path}: {', '.join(sorted(unknown)[:8])} not known to the installed peft; install "
+            f"{path}: {shown(', '.join(sorted(unknown)))} not known to the installed peft; install "
             f"the peft that wrote it ({_short(values.get('peft_version'))}), or set it to null if "
             "it changes nothing of what the adapter computes"
         )
@@ -75,8 +75,8 @@ def _build(path: Path, values: dict[str, Any]) -> LoraConfig:
     try:
         config = LoraConfig(**given)
     except Exception as error:  # PEFT checks its fields in many ways
-        said = str(error).strip().partition("\n")[0]
-        raise ArtifactError(f"{path}: peft refuses it ({said[:300]}); save it again") from None
+        said = shown(str(error).strip().partition("\n")[0])
+        raise ArtifactError(f"{path}: peft refuses it ({said}); save it again") from None
     return config
 
 
@@ -91,15 +91,14 @@ def _problems(values: dict[str, Any]) -> Iterator[str]:
         if value is not None and name in _RULES and _RULES[name][0](value):
             said = say_pattern(name, value)
             if said:
-                yield f"{name}: {said[:300]}"
+                yield f"{name}: {shown(said)}"
     for name in _IMPORTING:
         if values.get(name):
             yield f"{name} is set, which makes peft import what it names; set it to null"
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shown(repr(value))
 
 
 def _is_name(value: object) -> bool:
@@ -157,6 +156,19 @@ def _is_init(value: object) -> bool:
     return known or re.fullmatch(r"pissa_niter_[1-9]\d{0,8}", str(value)) is not None
 
 
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and len(value) <= _MAX_NAMES
+
+
+def _is_ranges(value: object) -> bool:
+    return isinstance(value, list) and all(_is_indices(pair) and len(pair) == 2 for pair in value)
+
+
+_TABLES = (
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+    "monteclora_config", "runtime_config", "use_bdlora", "arrow_config", "kasa_config",
+    "megatron_config", "auto_mapping",
+)  # fmt: skip
 _NAMES = "a list of names"
 _SWITCH = (_is_switch, "true or false")
 _NAME_OR_NAMES = (_is_name_or_names, "a name or a list of names")
@@ -179,6 +191,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base_model_name_or_path": (_is_name, "a name without control characters"),
     "revision": (_is_name, "a name without control characters"),
     "task_type": (_is_name, "a task of peft"),
+    "peft_version": (_is_name, "a version"),
+    "megatron_core": (_is_name, "a name"),
+    "qalora_group_size": (is_whole_from_1, "a whole number"),
+    "layer_replication": (_is_ranges, "a list of pairs of layers"),
+    **dict.fromkeys(_TABLES, (_is_table, "a table")),
     **dict.fromkeys(
         ("use_rslora", "use_dora", "fan_in_fan_out", "use_qalora", "lora_bias", "inference_mode",
          "ensure_weight_tying"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from tplora.errors import ArtifactError
 
-__all__ = ["check_file_name", "find_file", "parse_json", "read_json"]
+__all__ = ["check_file_name", "find_file", "parse_json", "read_json", "shown"]
 
 MAX_JSON_BYTES = 16 << 20
 """A config that names every module of the largest models has 1 MiB."""
@@ -44,6 +44,13 @@ def find_file(folder: Path, names: Sequence[str], *, max_bytes: int = MAX_BYTES)
             )
         return path
     return None
+
+
+def shown(value: object) -> str:
+    """Text from elsewhere for an error's one line: short, and without what a terminal obeys."""
+    text = str(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 160 else text[:120] + "..." + text[-30:]
 
 
 def _check_place(folder: Path, path: Path) -> None:
@@ -83,7 +90,9 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(path.read_bytes())
     except (ValueError, OSError) as error:
-        raise ArtifactError(f"{path}: is not JSON ({error}); save the adapter again") from None
+        raise ArtifactError(
+            f"{path}: is not JSON ({shown(error)}); save the adapter again"
+        ) from None
 
 
 def parse_json(text: bytes) -> Any:

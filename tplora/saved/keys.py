@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 
 from tplora.errors import ArtifactError
+from tplora.saved.files import shown
 
 __all__ = ["PREFIX", "plain_keys"]
 
@@ -59,8 +60,8 @@ def plain_keys(keys: Iterable[str], *, where: str) -> dict[str, str]:
         plain = _plain_key(name, adapter, is_bare=is_bare)
         if plain in taken:
             raise ArtifactError(
-                f"{where}: holds one tensor twice, as {taken[plain]} and as {key}; save the "
-                "adapter again"
+                f"{where}: holds one tensor twice, as {shown(taken[plain])} and as "
+                f"{shown(key)}; save the adapter again"
             )
         found[key], taken[plain] = plain, key
     return found
@@ -91,7 +92,7 @@ def _adapter_name(names: Iterable[str], where: str) -> str | None:
     found = sorted({match[1] or match[2] for match in matches if match is not None})
     if len(found) > 1:
         raise ArtifactError(
-            f"{where}: holds several adapters ({', '.join(found[:4])}); save each to a folder"
+            f"{where}: holds several adapters ({shown(', '.join(found))}); save each to a folder"
         )
     return found[0] if found else None
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tplora.errors import ArtifactError
+from tplora.saved.files import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,8 +77,8 @@ def read_pickled(path: Path) -> Pickled:
     for name, tensor in found.items():
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise ArtifactError(
-                f"{path}: {name[:200]} has shape {list(tensor.shape)}, which the file has no bytes "
-                "for; take an adapter in safetensors"
+                f"{path}: {shown(name)} has shape {list(tensor.shape)[:8]}, which the file has no "
+                "bytes for; take an adapter in safetensors"
             )
     return Pickled({name: tensor.detach() for name, tensor in found.items()})
 
@@ -88,8 +89,8 @@ def _say(error: Exception) -> str:
     if asked is not None:
         return f"it asks for {asked[1][:100]}, which is not run"
     said = str(error).strip().partition("\n")[0]
-    is_advice = isinstance(error, pickle.UnpicklingError) or not said.isprintable() or not said
-    return "it is no pickle of tensors" if is_advice else said[:200]
+    is_advice = isinstance(error, pickle.UnpicklingError) or not said
+    return "it is no pickle of tensors" if is_advice else shown(said)
 
 
 def _check_archive(path: Path) -> None:

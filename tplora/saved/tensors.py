@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tplora.errors import ArtifactError
-from tplora.saved.files import find_file, parse_json
+from tplora.saved.files import find_file, parse_json, shown
 from tplora.saved.keys import plain_keys
 from tplora.saved.pickled import read_pickled
 
@@ -100,7 +100,7 @@ def find_tensors(folder: Path) -> SavedTensors:
     path = find_file(folder, [SAFE, PICKLED])
     if path is None:
         found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-        there = ", ".join(name[:40] for name in found[:8])
+        there = shown(", ".join(found[:8]))
         raise ArtifactError(
             f"{folder}: holds neither {SAFE} nor {PICKLED} but {there or 'nothing'}; name the "
             "folder of a PEFT adapter, or save it again"
@@ -147,7 +147,9 @@ def _opened(path: Path) -> Iterator[_File]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from None
+        raise ArtifactError(
+            f"{path}: is damaged ({shown(error)}); save the adapter again"
+        ) from None
 
 
 def _check_header(path: Path) -> None:
@@ -158,4 +160,6 @@ def _check_header(path: Path) -> None:
                 raise ValueError(f"its header claims {length:,} bytes")
             parse_json(stream.read(length))
     except (ValueError, OSError) as error:
-        raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from None
+        raise ArtifactError(
+            f"{path}: is damaged ({shown(error)}); save the adapter again"
+        ) from None
