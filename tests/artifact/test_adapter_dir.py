@@ -96,9 +96,9 @@ def test_a_module_that_the_base_lacks_does_not_fit(adapter):
     [
         (lambda f: (f / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
-        (lambda f: _edit_config(f, peft_type="IA3"), "peft_type is 'IA3'; 'LORA' is needed"),
+        (lambda f: _edit_config(f, peft_type="IA3"), "peft_type is 'IA3'; IA3 changes weights"),
         (lambda f: _edit_config(f, use_newer=True), "use_newer not known to the installed peft"),
-        (lambda f: (f / "adapter_model.safetensors").unlink(), "holds no adapter_model.saf.* but"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "holds neither adapter_model"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 20), "is damaged"),
     ],
 )

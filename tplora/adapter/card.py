@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from peft import LoraConfig
 
-__all__ = ["card_text"]
+__all__ = ["card_text", "is_hub_id"]
 
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -67,7 +67,7 @@ def card_text(
     return _CARD.format(
         base=base,
         auto_class=auto_class,
-        base_model=f"base_model: {base}\n" if _is_hub_id(base) else "",
+        base_model=f"base_model: {base}\n" if is_hub_id(base) else "",
         table=table,
     )
 
@@ -77,7 +77,7 @@ def _without_layers(names: Iterable[str]) -> str:
     return ", ".join(sorted({_NUMBER.sub(".*.", name) for name in names}))
 
 
-def _is_hub_id(base: str) -> bool:
+def is_hub_id(base: str) -> bool:
     """Whether a hub would know it: ``owner/name``. A path or a wheel means nothing elsewhere."""
     owner, slash, name = base.partition("/")
     return bool(owner and slash and name) and "/" not in name and not set(":\\~ ") & set(base)

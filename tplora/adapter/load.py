@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tplora.adapter.adapter_tensors import open_adapter_tensors
 from tplora.adapter.original import check_probes
+from tplora.base.fingerprint import check_same_base
 from tplora.errors import ArtifactError
 from tplora.plan.style import shard_range
+from tplora.saved.prefixes import moved_names
+from tplora.saved.tensors import find_tensors
 from tplora.upstream import local_shard
 from tplora.upstream.peft_keys import adapter_file_key, is_second_copy, peft_file_keys
 
@@ -31,15 +33,19 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
 
     Args:
         model: A model with the adapter of the folder's own config attached.
-        folder: An adapter of any tool and any tp_size, in safetensors or an older ``.bin``.
+        folder: An adapter of any tool and any tp_size, in safetensors or an older ``.bin``; its
+            modules may be called as in another class of the same model.
         adapter_name: Which adapter of the model.
 
     Raises:
         ArtifactError: If the file's tensors are not exactly this adapter's factors, by name, or are
-            for a base that the adapter's init has changed otherwise.
+            for a base that the adapter's init has changed otherwise, or for another base.
     """
     check_probes(model, Path(folder), adapter_name)
     config = model.peft_config[adapter_name]
+    check_same_base(
+        Path(folder), str(model.get_base_model().config.name_or_path), revision=config.revision
+    )
     by_key = {
         adapter_file_key(name, adapter_name): factor
         for factor in model.factors(adapter_name).values()
@@ -47,20 +53,23 @@ def load_factors(model: TploraModel, folder: str | Path, *, adapter_name: str = 
     }
     keys = peft_file_keys(model.get_base_model(), config, by_key)
     factors = {keys[key] or key: factor for key, factor in by_key.items()}
-    with open_adapter_tensors(Path(folder)) as file:
+    with find_tensors(Path(folder)).open() as file:
         held = set(file.keys())
         names = {name for name in held if not is_second_copy(name, held)}
         copies = {name for name in names - set(factors) if _is_of_base(model, name)}
-        wrong = sorted((names - copies) ^ set(factors))
+        names -= copies
+        moved = moved_names(names - set(factors), set(factors) - names) or {}
+        wrong = sorted((names - set(moved.values())) ^ (set(factors) - set(moved)))
         if wrong:
             raise ArtifactError(
                 f"{folder}: {wrong[0]} and {len(wrong) - 1} more are in the file or in the model "
                 "but not in both; attach the adapter_config.json that lies beside it"
             )
         for key in sorted(copies, key=lambda key: (not key.endswith(_SAVED_BASE), key)):
-            _check_copy(model.get_parameter(key), file.get_slice(key), f"{folder}: {key}")
+            _check_copy(model.get_parameter(key), file.slice(key), f"{folder}: {key}")
         for name, factor in factors.items():
-            _fill(factor, file.get_slice(name), f"{folder}: {name}")
+            key = moved.get(name, name)
+            _fill(factor, file.slice(key), f"{folder}: {key}")
 
 
 def _is_of_base(model: TploraModel, key: str) -> bool:

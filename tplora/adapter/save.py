@@ -5,6 +5,7 @@ bytes gathered = bytes of the cut factors, one tensor at a time; the base is nev
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from tplora.adapter.original import for_loaded_base, write_probes
+from tplora.base.fingerprint import BASE, take_fingerprint
 from tplora.errors import ArtifactError
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
@@ -156,6 +158,7 @@ def _write(
         for path in Path(aside).rglob("adapter_model.safetensors"):
             is_first = path.parent == Path(aside)
             _rename_for_peft(model, "default" if is_first else path.parent.name, path)
+        _write_fingerprint(model, Path(aside))
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
         mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone
         for path in sorted(files, key=lambda path: path.name == "adapter_config.json"):
@@ -164,6 +167,15 @@ def _write(
             target = folder / path.relative_to(aside)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
+
+
+def _write_fingerprint(model: TploraModel, folder: Path) -> None:
+    """Beside each adapter, what its base is told by."""
+    config = model.get_base_model().config
+    found = take_fingerprint(str(config.name_or_path), model.peft_config["default"].revision)
+    if found is not None:
+        for path in list(folder.rglob("adapter_config.json")):
+            path.with_name(BASE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _rename_for_peft(model: TploraModel, adapter: str, path: Path) -> None:

@@ -4,7 +4,6 @@ Nobody downstream notices an adapter that is empty, not finite or cut like a sha
 the model behaves like the base or like noise. So it is refused here.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +12,13 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
 
 from tplora.artifact.adapter_keys import sort_keys
-from tplora.artifact.tensor_file import DTYPES
 from tplora.errors import ArtifactError
+from tplora.saved.config import CONFIG, read_saved_config
+from tplora.saved.tensors import SavedTensors, find_tensors
 
 __all__ = ["AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
-
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +49,8 @@ class AdapterFiles:
 
     folder: Path
     config: LoraConfig
-    shapes: Mapping[str, tuple[int, ...]]
-    """Every tensor in the file."""
+    tensors: SavedTensors
+    """By the keys that plain PEFT gives them."""
     pairs: tuple[FactorPair, ...]
     saved_bases: Mapping[str, str]
     """Module to key of a copy of its base weight; PEFT adds it for adapted embeddings and heads."""
@@ -78,17 +75,19 @@ class AdapterFiles:
         return max(rows, default=0)
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor in the file."""
+        return self.tensors.shapes
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         """What the factors are written in."""
-        with safe_open(self.folder / _WEIGHTS, framework="pt") as file:
-            names = {file.get_slice(key).get_dtype() for key in self.shapes}
-        return {DTYPES[name] for name in names if name in DTYPES}
+        return set(self.tensors.dtypes.values())
 
     def tensor(self, key: str) -> torch.Tensor:
         """Read one tensor."""
-        with safe_open(self.folder / _WEIGHTS, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(key)
-        return tensor
+        with self.tensors.open() as file:
+            return file.tensor(key)
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
@@ -98,28 +97,21 @@ def read_adapter(folder: Path) -> AdapterFiles:
         ArtifactError: If a file is missing or damaged, or a tensor is empty, not finite, without
             its partner, or of another r than its partner or the config says.
     """
-    config = _read_config(folder)
-    shapes = _read_shapes(folder)
-    keys = sort_keys(shapes)
-    for key, shape in shapes.items():
-        if math.prod(shape) == 0:
-            raise ArtifactError(
-                f"{folder / _WEIGHTS}: {key} is empty, shape {list(shape)}; save the adapter again"
-            )
+    config, tensors = read_saved_config(folder), find_tensors(folder)
+    keys = sort_keys(tensors.shapes)
+    pairs = (_pair(config, tensors, module, found) for module, found in keys.factors.items())
     adapter = AdapterFiles(
         folder=folder,
         config=config,
-        shapes=shapes,
-        pairs=tuple(
-            _pair(folder, config, shapes, module, found) for module, found in keys.factors.items()
-        ),
+        tensors=tensors,
+        pairs=tuple(pairs),
         saved_bases=keys.saved_bases,
         trained_tokens=keys.trained_tokens,
         others=keys.others,
     )
     is_known = any(name != key for name, key in adapter.others.items())
     if not (adapter.pairs or adapter.trained_tokens or is_known):
-        raise ArtifactError(f"{folder / _WEIGHTS}: holds no LoRA factor; save the adapter again")
+        raise ArtifactError(f"{tensors.path}: holds no LoRA factor; save the adapter again")
     _check_finite(adapter)
     return adapter
 
@@ -167,51 +159,10 @@ def _check_fits_stack(
         )
 
 
-def _read_config(folder: Path) -> LoraConfig:
-    path = folder / _CONFIG
-    if not path.is_file():
-        raise ArtifactError(f"{folder}: holds no {_CONFIG}; name the folder of a PEFT adapter")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{path}: is not JSON ({error}); save the adapter again") from None
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        found = values.get("peft_type") if isinstance(values, dict) else values
-        raise ArtifactError(f"{path}: peft_type is {found!r}; 'LORA' is needed")
-    known = {name: value for name, value in values.items() if name in _config_fields()}
-    unknown = {name: value for name, value in values.items() if name not in known and value}
-    if unknown:
-        raise ArtifactError(
-            f"{path}: {', '.join(sorted(unknown))} not known to the installed peft; "
-            "install the peft that wrote it"
-        )
-    return LoraConfig(**known)
-
-
-def _config_fields() -> set[str]:
-    return set(LoraConfig.__dataclass_fields__)
-
-
-def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    path = folder / _WEIGHTS
-    if not path.is_file():
-        others = ", ".join(sorted(file.name for file in folder.iterdir()))
-        raise ArtifactError(f"{folder}: holds no {_WEIGHTS} but {others}; save the adapter again")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
-    except SafetensorError as error:
-        raise ArtifactError(f"{path}: is damaged ({error}); save the adapter again") from error
-
-
 def _pair(
-    folder: Path,
-    config: LoraConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    module: str,
-    found: Mapping[str, str],
+    config: LoraConfig, tensors: SavedTensors, module: str, found: Mapping[str, str]
 ) -> FactorPair:
-    path = folder / _WEIGHTS
+    path, shapes = tensors.path, tensors.shapes
     for factor, partner in (("A", "B"), ("B", "A")):
         if factor not in found:
             raise ArtifactError(
@@ -229,10 +180,11 @@ def _pair(
         if len(shapes[key]) != 2 or whole[key][dim] != r * num_matrices:
             raise ArtifactError(
                 f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
-                f"{_CONFIG}; a shard or another run's tensor was saved, save the adapter again"
+                f"{CONFIG}; a shard or another run's tensor was saved, save the adapter again"
             )
     is_embedding = a.endswith(".lora_embedding_A")
     out_features, in_features = whole[b][0], whole[a][1]
+    _check_vectors(path, shapes, found, out_features)
     return FactorPair(
         module=module,
         a=a,
@@ -244,6 +196,17 @@ def _pair(
         magnitude=found.get("magnitude"),
         bias=found.get("bias"),
     )
+
+
+def _check_vectors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, str], out_features: int
+) -> None:
+    for key in (found.get("magnitude"), found.get("bias")):
+        if key is not None and shapes[key] != (out_features,):
+            raise ArtifactError(
+                f"{path}: {key} has shape {list(shapes[key])}, [{out_features}] is needed as for "
+                "the lora_B beside it; a shard was saved, save the adapter again"
+            )
 
 
 def _first(found: Mapping[str, str], usual: str) -> str:
@@ -271,11 +234,11 @@ def _by_pattern(pattern: Mapping[str, int], module: str, usual: int) -> int:
 
 
 def _check_finite(adapter: AdapterFiles) -> None:
-    with safe_open(adapter.folder / _WEIGHTS, framework="pt") as file:
+    with adapter.tensors.open() as file:
         for key in adapter.shapes:
-            bad = int((~torch.isfinite(file.get_tensor(key))).sum())
+            bad = int((~torch.isfinite(file.tensor(key))).sum())
             if bad:
                 raise ArtifactError(
-                    f"{adapter.folder / _WEIGHTS}: {key} has {bad} values that are not finite; "
-                    "take an earlier checkpoint"
+                    f"{adapter.tensors.path}: {key} has {bad} values that are not finite; take an "
+                    "earlier checkpoint"
                 )

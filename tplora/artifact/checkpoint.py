@@ -1,6 +1,5 @@
 """A base's folder as it lies on disk: which file holds which tensor, and what lies beside them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import AutoConfig
 
 from tplora.artifact.tensor_file import Place, read_places
 from tplora.errors import ArtifactError
+from tplora.saved.files import check_file_name, parse_json
 from tplora.upstream import build_meta_model
 
 __all__ = [
@@ -91,7 +91,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files: tuple[str, ...] = (SINGLE,)
     if not (folder / SINGLE).is_file():
         index = _read_json(folder / INDEX)
-        files = tuple(sorted(set(index["weight_map"].values())))
+        files = _indexed_files(folder / INDEX, index)
     tensors = {}
     for file in files:
         if not (folder / file).is_file():
@@ -99,6 +99,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         places = read_places(folder / file)
         tensors.update({name: (file, place) for name, place in places.items()})
     return Checkpoint(folder=folder, files=files, tensors=tensors, index=index)
+
+
+def _indexed_files(path: Path, index: dict[str, Any]) -> tuple[str, ...]:
+    """The files that an index names; each lies beside it."""
+    table = index.get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ArtifactError(f"{path}: has no weight_map; get it again")
+    names = {check_file_name(name, where=str(path)) for name in table.values()}
+    return tuple(sorted(names))
 
 
 def find_tied_pair(folder: Path) -> TiedPair | None:
@@ -123,14 +132,16 @@ def find_tied_pair(folder: Path) -> TiedPair | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         names = ", ".join(sorted(file.name for file in path.parent.iterdir())[:8]) or "nothing"
         raise ArtifactError(
             f"{path.parent}: holds no {path.name} but {names}; a folder with config.json and "
             "safetensors weights is needed"
-        ) from None
+        )
+    try:
+        values = parse_json(path.read_bytes())
     except ValueError as error:
         raise ArtifactError(f"{path}: is not JSON ({error}); get it again") from None
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path}: is no table; get it again")
     return values

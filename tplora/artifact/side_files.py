@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tplora.artifact.checkpoint import INDEX
+from tplora.saved.files import find_file
 
 __all__ = ["copy_side_files", "grow_in_config", "untie_in_config", "write_index"]
 
@@ -33,7 +34,16 @@ def copy_side_files(base: Path, adapter: Path, out: Path) -> None:
             _copy(path, out)
     for path in sorted(adapter.iterdir()):
         if has_own and _matches(path, _TOKENIZER):
+            _check_own(path)
             _copy(path, out)
+
+
+def _check_own(path: Path) -> None:
+    """What comes with an adapter may be anybody's: no link of it leads to another's files."""
+    inner = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else []
+    for one in (path, *inner):
+        if one.is_symlink() or not one.is_dir():
+            find_file(one.parent, [one.name])
 
 
 def write_index(folder: Path, files: Mapping[str, str], base_index: dict[str, Any] | None) -> None:

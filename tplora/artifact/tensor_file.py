@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tplora.errors import ArtifactError
+from tplora.saved.files import parse_json
 
 __all__ = [
     "CHUNK_BYTES",
@@ -80,7 +81,7 @@ def read_places(file: Path) -> dict[str, Place]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, size)))
+            header = parse_json(stream.read(min(length, size)))
         start = 8 + length
         places = {
             name: Place(
@@ -96,7 +97,24 @@ def read_places(file: Path) -> dict[str, Place]:
         raise ArtifactError(f"{file}: is not a safetensors file ({error}); get it again") from error
     if max((place.end for place in places.values()), default=0) > size:
         raise ArtifactError(f"{file}: is cut short, {size} bytes; get it again")
+    _check_places(file, places, start)
     return places
+
+
+def _check_places(file: Path, places: Mapping[str, Place], start: int) -> None:
+    """Each tensor has the bytes that its shape needs, and none has another's."""
+    end = start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
+        num_bytes = place.end - place.begin
+        itemsize = place.dtype.itemsize if place.dtype is not None else None
+        is_whole = itemsize is None or num_bytes == math.prod(place.shape) * itemsize
+        is_shape = all(isinstance(dim, int) and dim >= 0 for dim in place.shape)
+        if place.begin < end or num_bytes < 0 or not is_shape or not is_whole:
+            raise ArtifactError(
+                f"{file}: {name} has shape {list(place.shape)} in bytes {place.begin} to "
+                f"{place.end}, which are not its own; get it again"
+            )
+        end = place.end
 
 
 def copy_file(source: Path, target: Path, grown: Mapping[str, int]) -> None:

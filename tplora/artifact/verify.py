@@ -15,6 +15,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from tplora.artifact.adapter_dir import check_fits_base, read_adapter
+from tplora.artifact.plain_folder import plain_folder
 from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
 from tplora.base.quantized_product import hold_exact
 from tplora.errors import ArtifactError
@@ -107,7 +108,8 @@ def verify_adapter(
             f"{probe_path}: holds logits {list(probe.logits.shape)}, {base} gives "
             f"{list(bare.shape)}; name the base that was trained on"
         )
-    adapted = PeftModel.from_pretrained(model, str(adapter_folder), torch_device=device)
+    with plain_folder(adapter) as folder:
+        adapted = PeftModel.from_pretrained(model, str(folder), torch_device=device)
     found = logits_at(adapted, probe.rows, probe.positions)
     largest = float(probe.logits.abs().max())
     narrowest = min((dtype, *adapter.dtypes), key=lambda one: torch.finfo(one).bits)

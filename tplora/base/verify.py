@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from tplora.base.verify_quantized import codes_are_equal, codes_of
 from tplora.errors import ShardError
+from tplora.saved.files import check_file_name
 from tplora.upstream import local_shard
 from tplora.upstream.fsdp import gathered_over_data
 from tplora.upstream.loading import Conversions
@@ -70,7 +71,8 @@ def find_safetensors(path: str, options: Mapping[str, Any]) -> dict[str, Path]:
             return dict.fromkeys(opened.keys(), single)
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in names.items()}
+        where = str(index)
+        return {name: folder / check_file_name(file, where=where) for name, file in names.items()}
     return {}
 
 

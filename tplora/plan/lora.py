@@ -6,12 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tplora.errors import PlanError
+from tplora.errors import ArtifactError, PlanError
 from tplora.plan.facts import read_facts
 from tplora.plan.initial import as_loaded
 from tplora.plan.target import expert_names
 from tplora.recipe.lora_fields import OWN_KEYS
 from tplora.recipe.lora_rules import say_method, say_value
+from tplora.saved.config import read_saved_config
 from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
@@ -69,19 +70,11 @@ def started_from(folder: str) -> Path:
 
 def _config_of(folder: str) -> LoraConfig:
     """The config of a saved adapter, to be trained on."""
-    from peft import PeftConfig  # noqa: PLC0415  (as above)
-
     where = f"lora.adapter_name_or_path = {folder!r}"
     try:
-        config = PeftConfig.from_pretrained(str(started_from(folder)))
-    except KeyError as error:  # a peft_type that the installed peft has not
-        raise PlanError(
-            [f"{where}: its peft_type is {error.args[0]!r}; {say_method(error.args[0])}"]
-        ) from None
-    except (OSError, TypeError, ValueError) as error:
-        raise PlanError([f"{where}: its config cannot be read: {error}"]) from None
-    if config.peft_type != "LORA":
-        raise PlanError([f"{where}: {say_method(config.peft_type)}"])
+        config = read_saved_config(started_from(folder))
+    except ArtifactError as error:
+        raise PlanError([f"{where}: {error}"]) from None
     config.inference_mode = False
     return as_loaded(config)
 

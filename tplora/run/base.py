@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from tplora.base.fingerprint import check_same_base
 from tplora.base.source import resolve_model
 from tplora.errors import ArtifactError
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
+from tplora.saved.config import read_saved_config
 
 __all__ = ["Base", "find_base"]
 
@@ -50,7 +51,8 @@ def find_base(
         progress: Called with one line before each long step.
 
     Raises:
-        ArtifactError: If a bare adapter does not say what its base is.
+        ArtifactError: If a bare adapter does not say what its base is, or what is there now is
+            another one.
         RecipeError: If the run's recipe cannot be read.
         SourceError: If the base cannot be had any more.
     """
@@ -60,12 +62,13 @@ def find_base(
     quantization = None if recipe is None else build_quantization_config(recipe.quantization)
     source = resolve_model(model, recipe_folder=run, progress=progress)
     revision = None if source.is_local else model.revision
+    check_same_base(adapter, source.path, revision=revision)
     dtype = _dtype(model.dtype, source.path, revision)
     return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
 
 
 def _named_by(adapter: Path) -> ModelTable:
-    config = LoraConfig.from_pretrained(str(adapter))
+    config = read_saved_config(adapter)
     name = config.base_model_name_or_path
     if not name:
         raise ArtifactError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
 from transformers import AutoTokenizer, TextStreamer
 
 from tplora.adapter.attach import attach_adapter
@@ -52,10 +51,11 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
         revision=base.revision,
         **base.options,
     )
-    num_tokens = read_adapter(adapter).num_tokens
+    saved = read_adapter(adapter)
+    num_tokens = saved.num_tokens
     if num_tokens > model.get_input_embeddings().weight.shape[0]:
         resize_tokens(model, num_tokens, seed=0)  # the adapter has the new rows
-    model = attach_adapter(model, LoraConfig.from_pretrained(str(adapter)))
+    model = attach_adapter(model, saved.config)
     load_factors(model, adapter)
     model.eval()
     inputs = _encode(tokenizer, prompt).to(device)

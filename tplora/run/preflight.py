@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterator
 
 from trl import SFTConfig
 
+from tplora.adapter.card import is_hub_id
 from tplora.artifact.mergeable import unmergeable_field
-from tplora.base.source import resolve_model
+from tplora.base.fingerprint import BASE, check_same_base
+from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
+from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
+from tplora.saved.config import CONFIG
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.rows import read_rows
 
@@ -37,6 +41,7 @@ def plan_recipe(
     """
     source = resolve_model(recipe.model, recipe_folder=recipe.path.parent, progress=progress)
     setup = set_up_adapter(recipe, source)
+    _check_start(recipe, source, setup)
     plan = build_plan(
         setup.config,
         setup.lora,
@@ -64,6 +69,27 @@ def plan_recipe(
             ]
         )
     return plan
+
+
+def _check_start(recipe: Recipe, source: ModelSource, setup: AdapterSetup) -> None:
+    """An adapter to start from was trained on this base, as far as its folder tells."""
+    start = recipe.lora.get("adapter_name_or_path")
+    if start is None:
+        return
+    folder = started_from(start)
+    if (folder / BASE).is_file():
+        revision = None if source.is_local else recipe.model.revision
+        check_same_base(folder, source.path, revision=revision)
+        return
+    named, here = str(setup.lora.base_model_name_or_path or ""), source.name
+    if is_hub_id(named) and is_hub_id(here) and named.lower() != here.lower():
+        raise PlanError(
+            [
+                f"lora.adapter_name_or_path = {start!r}: was trained on {named}, "
+                f"model.pretrained_model_name_or_path is {here}; name that, or if both are one "
+                f"base, write {here} into {folder / CONFIG}"
+            ]
+        )
 
 
 def _checkpointing_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
