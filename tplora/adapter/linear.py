@@ -161,11 +161,21 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
             result = self.apply_adapter(name, result, self.drop(name, x), tensors, **context)
         return result.to(dtype)
 
+    def merge_target(self) -> torch.Tensor:
+        """The parameter that takes the delta in.
+
+        Raises:
+            PlanError: If W is quantised: it would be rounded anew, to another model.
+        """
+        if is_quantized_linear(self.get_base_layer()):
+            raise PlanError([_NO_MERGE])
+        return super().merge_target()
+
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``scaling * B A``, placed as W is; PEFT merges it. No communication.
 
         Raises:
-            PlanError: If W is quantised: it would be rounded anew, to another model.
+            PlanError: If W is quantised.
         """
         if is_quantized_linear(self.get_base_layer()):
             raise PlanError([_NO_MERGE])
