@@ -171,13 +171,17 @@ def verify(run: RunPath) -> None:
     from tplora.artifact.verify import verify_adapter
     from tplora.errors import ArtifactError
     from tplora.run.base import find_base
-    from tplora.run.folder import PROBE, find_adapter
+    from tplora.run.folder import find_adapter, find_probe
     from tplora.terminal.show import say, show_table
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
     found = verify_adapter(
-        adapter, base.path, run / PROBE, dtype=base.dtype, quantization=base.quantization
+        adapter,
+        base.path,
+        find_probe(run, adapter),
+        dtype=base.dtype,
+        quantization=base.quantization,
     )
     show_table(
         [

@@ -12,6 +12,7 @@ from tests.quantized import WIDE, load_whole, quantized_linears
 from tests.run.test_finetune import RECIPE, chat, metrics, tplora
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
+from tplora.adapter.base_record import BASE_RECORD
 
 pytestmark = pytest.mark.world
 
@@ -103,6 +104,24 @@ def test_verify_and_generate_take_the_base_as_it_was_trained_on(place, cut):
     table = text[text.index("[quantization]") : text.index("[parallel]")]
     (other / "recipe.toml").write_text(text.replace(table, ""))
     done = tplora(place, "verify", str(other))
+    assert done.returncode == 1, "the unquantised base says something else"
+
+
+def test_a_bare_adapter_is_put_on_the_base_that_it_was_trained_on(place, cut, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(cut / "adapter", bare)
+    shutil.copy(cut / "probe.safetensors", bare)
+    for folder in (bare, cut / "adapter"):
+        done = tplora(place, "verify", str(folder))
+        assert done.returncode == 0, done.stderr + done.stdout
+    said = [
+        tplora(place, "generate", str(folder), "what is 3", "--max-new-tokens", "8").stdout
+        for folder in (cut, bare)
+    ]
+    assert said[0] == said[1] != ""
+    assert "load_in_4bit=True" in (bare / "README.md").read_text()
+    (bare / BASE_RECORD).unlink()
+    done = tplora(place, "verify", str(bare))
     assert done.returncode == 1, "the unquantised base says something else"
 
 

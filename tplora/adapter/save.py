@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tplora.adapter.base_record import write_base_record
 from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.errors import ArtifactError
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
@@ -156,6 +157,7 @@ def _write(
         for path in Path(aside).rglob("adapter_model.safetensors"):
             is_first = path.parent == Path(aside)
             _rename_for_peft(model, "default" if is_first else path.parent.name, path)
+            write_base_record(model, path.parent)
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
         mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone
         for path in sorted(files, key=lambda path: path.name == "adapter_config.json"):

@@ -245,8 +245,6 @@ def _save(
     adapter = stage.folder / "adapter"
     if stage.is_writer:
         model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
-        if model.plan.quantization is not None:
-            model.card_facts["base held in"] = str(model.plan.quantization)
     dtype = recipe.export.adapter_dtype
     save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if not stage.is_writer:

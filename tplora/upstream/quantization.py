@@ -29,6 +29,7 @@ __all__ = [
     "new_four_bit_weight",
     "quantization_given",
     "quantization_method",
+    "quantized_on_its_way",
     "serialized_state",
     "weight_shape",
 ]
@@ -70,6 +71,17 @@ def quantization_given(config: PretrainedConfig) -> Any:
         return given
     is_ours = given.get("load_in_4bit") or given.get("load_in_8bit")
     return BitsAndBytesConfig.from_dict(dict(given)) if is_ours else given
+
+
+def quantized_on_its_way(model: PreTrainedModel) -> Any:
+    """The config by which a load has quantised ``model``; None where its checkpoint was that.
+
+    ``hf_quantizer.pre_quantized`` (quantizers/base.py).
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.pre_quantized:
+        return None
+    return quantizer.quantization_config
 
 
 def quantization_method(config: Any) -> str:
