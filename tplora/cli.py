@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -148,21 +148,35 @@ def export(
     run: RunPath,
     merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUT holds.")] = False,
+    into: Annotated[
+        Literal["auto", "dequantized", "original"],
+        typer.Option(
+            help="Of a base that was quantised: its weights as the model saw them, or as they "
+            "were before.",
+            show_default="dequantized",
+        ),
+    ] = "auto",
+    evaluate: Annotated[
+        bool, typer.Option(help="Of a base that was quantised: evaluate the merged model.")
+    ] = True,
 ) -> None:
     """Merge a run's adapter into its base: a model that needs no PEFT."""
     from tplora.artifact.merge import merge_adapter
     from tplora.run.base import find_base
+    from tplora.run.evaluate import say_merged_loss
     from tplora.run.folder import find_adapter
+    from tplora.run.merging import base_to_merge_into
     from tplora.terminal.show import say
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
-    merge_adapter(
-        base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
-    )
+    with base_to_merge_into(base, merged, into=into, progress=say) as source:
+        merge_adapter(source.path, adapter, merged, overwrite=overwrite, progress=say)
     say(f"merged model: {merged}", style="green")
-    if base.quantization is not None:
-        say("it holds the base as it was before it was quantised, which was not trained on")
+    if source.note:
+        say(source.note)
+        if evaluate:
+            say_merged_loss(run, merged, base, say=say)
 
 
 @app.command()
@@ -171,13 +185,17 @@ def verify(run: RunPath) -> None:
     from tplora.artifact.verify import verify_adapter
     from tplora.errors import ArtifactError
     from tplora.run.base import find_base
-    from tplora.run.folder import PROBE, find_adapter
+    from tplora.run.folder import find_adapter, find_probe
     from tplora.terminal.show import say, show_table
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
     found = verify_adapter(
-        adapter, base.path, run / PROBE, dtype=base.dtype, quantization=base.quantization
+        adapter,
+        base.path,
+        find_probe(run, adapter),
+        dtype=base.dtype,
+        quantization=base.quantization,
     )
     show_table(
         [

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from peft import LoraConfig
 
@@ -30,9 +30,9 @@ pipeline_tag: text-generation
 
 ```python
 from peft import PeftModel
-from transformers import {auto_class}
+from transformers import {imports}
 
-base = {auto_class}.from_pretrained({base!r})
+base = {auto_class}.from_pretrained({arguments})
 model = PeftModel.from_pretrained(base, "this/folder")
 ```
 
@@ -41,7 +41,11 @@ Trained with tplora, tensor-parallel; an ordinary PEFT adapter with full shapes.
 
 
 def card_text(
-    config: LoraConfig, facts: Mapping[str, str], *, auto_class: str = "AutoModelForCausalLM"
+    config: LoraConfig,
+    facts: Mapping[str, str],
+    *,
+    auto_class: str = "AutoModelForCausalLM",
+    quantization: Sequence[str] = (),
 ) -> str:
     """A card from the adapter's config and what is known of its training.
 
@@ -49,6 +53,7 @@ def card_text(
         config: PEFT's config, with ``base_model_name_or_path``.
         facts: Further rows of the table, such as the last evaluation loss.
         auto_class: What of transformers loads the base.
+        quantization: Arguments of ``BitsAndBytesConfig``, one a line, if it is quantised then.
     """
     base = config.base_model_name_or_path or "its base model"
     modules = config.target_modules or ()
@@ -67,9 +72,19 @@ def card_text(
     return _CARD.format(
         base=base,
         auto_class=auto_class,
+        imports=", ".join([auto_class, *(["BitsAndBytesConfig"] if quantization else [])]),
+        arguments=_arguments(base, quantization),
         base_model=f"base_model: {base}\n" if is_hub_id(base) else "",
         table=table,
     )
+
+
+def _arguments(base: str, quantization: Sequence[str]) -> str:
+    if not quantization:
+        return repr(base)
+    lines = [f"        {line}" for line in quantization]
+    start = f"\n    {base!r},\n    quantization_config=BitsAndBytesConfig(\n"
+    return start + "\n".join(lines) + "\n    ),\n"
 
 
 def _without_layers(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from peft import (
     TaskType,
 )
 
+from tplora.adapter.base_record import BaseRecord
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
@@ -231,7 +232,14 @@ class TploraModel(PeftModel):  # type: ignore[misc]
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
         loads = auto_class(self.get_base_model().config).__name__
-        text = card_text(self.peft_config["default"], self.card_facts, auto_class=loads)
+        record = BaseRecord.of(self)
+        facts = {"base held in": record.held_in} | self.card_facts
+        text = card_text(
+            self.peft_config["default"],
+            facts,
+            auto_class=loads,
+            quantization=record.loading_code,
+        )
         (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
 
     def save_pretrained(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tplora.adapter.base_record import write_base_record
 from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.base.fingerprint import BASE, take_fingerprint
 from tplora.errors import ArtifactError
@@ -158,6 +159,7 @@ def _write(
         for path in Path(aside).rglob("adapter_model.safetensors"):
             is_first = path.parent == Path(aside)
             _rename_for_peft(model, "default" if is_first else path.parent.name, path)
+            write_base_record(model, path.parent)
         _write_fingerprint(model, Path(aside))
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
         mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone

@@ -18,7 +18,6 @@ from trl import SFTConfig
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
 from tplora.adapter.save import save_adapter
-from tplora.artifact.merge import merge_adapter
 from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
@@ -32,8 +31,10 @@ from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
+from tplora.run.base import Base
 from tplora.run.card import card_facts
 from tplora.run.folder import PROBE, drop_the_end
+from tplora.run.merging import merge_into_base
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
@@ -87,7 +88,13 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
             gc.collect()
     finally:
         leave_process_group()
-    return _finish(recipe, source, plan, folder, processes, dtype)
+    base = Base(
+        path=source.path,
+        revision=None if source.is_local else recipe.model.revision,
+        dtype=dtype,
+        quantization=build_quantization_config(recipe.quantization),
+    )
+    return _finish(recipe, base, plan, folder, processes)
 
 
 class _Stage(ExitStack):
@@ -245,8 +252,6 @@ def _save(
     adapter = stage.folder / "adapter"
     if stage.is_writer:
         model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
-        if model.plan.quantization is not None:
-            model.card_facts["base held in"] = str(model.plan.quantization)
     dtype = recipe.export.adapter_dtype
     save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if not stage.is_writer:
@@ -257,19 +262,14 @@ def _save(
 
 
 def _finish(
-    recipe: Recipe,
-    source: ModelSource,
-    plan: Plan,
-    folder: Path,
-    processes: Processes,
-    dtype: torch.dtype,
+    recipe: Recipe, base: Base, plan: Plan, folder: Path, processes: Processes
 ) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
     report = None
     if processes.rank == 0 and recipe.export.verify:
-        report = _verify(recipe, source, folder, dtype)
+        report = _verify(base, folder)
     if processes.rank == 0 and recipe.export.merged:
-        merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
+        merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
     losses = [record["eval_loss"] for record in records if "eval_loss" in record]
     return RunSummary(
@@ -282,13 +282,13 @@ def _finish(
     )
 
 
-def _verify(recipe: Recipe, source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
+def _verify(base: Base, folder: Path) -> VerifyReport:
     report = verify_adapter(
         folder / "adapter",
-        source.path,
+        base.path,
         folder / PROBE,
-        dtype=dtype,
-        quantization=build_quantization_config(recipe.quantization),
+        dtype=base.dtype,
+        quantization=base.quantization,
     )
     if not report.passed:
         raise ArtifactError(

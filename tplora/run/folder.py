@@ -13,6 +13,7 @@ __all__ = [
     "clear_run_folder",
     "drop_the_end",
     "find_adapter",
+    "find_probe",
 ]
 
 LOGS = "logs"
@@ -71,6 +72,15 @@ def find_adapter(run: Path) -> Path:
         f"{run}: has no adapter (adapter/adapter_config.json); name the folder of a finished run, "
         "such as runs/NAME"
     )
+
+
+def find_probe(run: Path, adapter: Path) -> Path:
+    """What the trained model said: in the run's folder, which a bare adapter may lie in.
+
+    The path where it should be, if it is nowhere; ``read_probe`` says so.
+    """
+    places = [folder / PROBE for folder in (run, adapter, adapter.parent)]
+    return next((place for place in places if place.is_file()), places[0])
 
 
 def _own_files(folder: Path, patterns: tuple[str, ...] = _OWN) -> list[Path]:
