@@ -145,23 +145,42 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
 
 @app.command()
 def export(
-    run: RunPath,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, an adapter's, or a hub id.")
+    ],
     merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base's folder or hub id.", show_default="what it was trained on"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH=WEIGHT", help="A further adapter, to merge as well. Can be repeated."
+        ),
+    ] = None,
+    weight: Annotated[float, typer.Option(help="Of RUN's own adapter.")] = 1.0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the result, as float16.", show_default="the base's")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUT holds.")] = False,
 ) -> None:
-    """Merge a run's adapter into its base: a model that needs no PEFT."""
-    from tplora.artifact.merge import merge_adapter
-    from tplora.run.base import find_base
-    from tplora.run.folder import find_adapter
-    from tplora.terminal.show import say
+    """Merge a run's adapter into its base: a model that needs no PEFT.
 
-    adapter = find_adapter(run)
-    base = find_base(run, adapter, progress=say)
-    merge_adapter(
-        base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
-    )
+    Goes on where a merge that was stopped has been.
+    """
+    from tplora.run.export import find_parts, merge_parts
+    from tplora.terminal.show import byte_bar, say
+
+    parts = find_parts(run, base=base, weight=weight, others=adapter or [], progress=say)
+    with byte_bar() as on_bytes:
+        report = merge_parts(
+            parts, merged, dtype=dtype, overwrite=overwrite, progress=say, on_bytes=on_bytes
+        )
+    if report.unchanged:
+        say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
     say(f"merged model: {merged}", style="green")
-    if base.quantization is not None:
+    if parts.base.quantization is not None:
         say("it holds the base as it was before it was quantised, which was not trained on")
 
 

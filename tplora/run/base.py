@@ -15,7 +15,7 @@ from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
 
-__all__ = ["Base", "find_base"]
+__all__ = ["Base", "find_base", "named_base"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,20 @@ def find_base(
     revision = None if source.is_local else model.revision
     dtype = _dtype(model.dtype, source.path, revision)
     return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
+
+
+def named_base(name: str, *, progress: Callable[[str], None] = lambda message: None) -> Base:
+    """A base that was named itself, a folder or a hub id, in the dtype that its config says.
+
+    Raises:
+        SourceError: If it cannot be had.
+    """
+    model = ModelTable(pretrained_model_name_or_path=name)
+    source = resolve_model(model, recipe_folder=Path(), progress=progress)
+    revision = None if source.is_local else model.revision
+    return Base(
+        path=source.path, revision=revision, dtype=_dtype(model.dtype, source.path, revision)
+    )
 
 
 def _named_by(adapter: Path) -> ModelTable:
