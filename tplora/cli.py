@@ -145,8 +145,24 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
 
 @app.command()
 def export(
-    run: RunPath,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, an adapter's, or a hub id.")
+    ],
     merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base's folder or hub id.", show_default="what it was trained on"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH=WEIGHT", help="A further adapter, to merge as well. Can be repeated."
+        ),
+    ] = None,
+    weight: Annotated[float, typer.Option(help="Of RUN's own adapter.")] = 1.0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the result, as float16.", show_default="the base's")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUT holds.")] = False,
     into: Annotated[
         Literal["auto", "dequantized", "original"],
@@ -160,23 +176,35 @@ def export(
         bool, typer.Option(help="Of a base that was quantised: evaluate the merged model.")
     ] = True,
 ) -> None:
-    """Merge a run's adapter into its base: a model that needs no PEFT."""
-    from tplora.artifact.merge import merge_adapter
-    from tplora.run.base import find_base
-    from tplora.run.evaluate import say_merged_loss
-    from tplora.run.folder import find_adapter
-    from tplora.run.merging import base_to_merge_into
-    from tplora.terminal.show import say
+    """Merge a run's adapter into its base: a model that needs no PEFT.
 
-    adapter = find_adapter(run)
-    base = find_base(run, adapter, progress=say)
-    with base_to_merge_into(base, merged, into=into, progress=say) as source:
-        merge_adapter(source.path, adapter, merged, overwrite=overwrite, progress=say)
+    Goes on where a merge that was stopped has been.
+    """
+    from tplora.run.evaluate import say_merged_loss
+    from tplora.run.export import find_parts, merge_parts
+    from tplora.run.merging import base_to_merge_into
+    from tplora.terminal.show import byte_bar, say
+
+    parts = find_parts(run, base=base, weight=weight, others=adapter or [], progress=say)
+    with (
+        base_to_merge_into(parts.base, merged, into=into, progress=say) as source,
+        byte_bar() as on_bytes,
+    ):
+        report = merge_parts(
+            parts.with_base(source.path),
+            merged,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=say,
+            on_bytes=on_bytes,
+        )
+    if report.unchanged:
+        say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
     say(f"merged model: {merged}", style="green")
     if source.note:
         say(source.note)
         if evaluate:
-            say_merged_loss(run, merged, base, say=say)
+            say_merged_loss(Path(run), merged, parts.base, say=say)
 
 
 @app.command()

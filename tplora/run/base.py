@@ -17,7 +17,7 @@ from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
 from tplora.saved.config import read_saved_config
 
-__all__ = ["Base", "find_base"]
+__all__ = ["Base", "find_base", "named_base"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,20 @@ def _recorded(adapter: Path) -> tuple[ModelTable, BitsAndBytesConfig | None]:
     if record is None:
         return model, None
     return model.model_copy(update={"dtype": record.dtype}), record.quantization_config
+
+
+def named_base(name: str, *, progress: Callable[[str], None] = lambda message: None) -> Base:
+    """A base that was named itself, a folder or a hub id, in the dtype that its config says.
+
+    Raises:
+        SourceError: If it cannot be had.
+    """
+    model = ModelTable(pretrained_model_name_or_path=name)
+    source = resolve_model(model, recipe_folder=Path(), progress=progress)
+    revision = None if source.is_local else model.revision
+    return Base(
+        path=source.path, revision=revision, dtype=_dtype(model.dtype, source.path, revision)
+    )
 
 
 def _named_by(adapter: Path) -> ModelTable:

@@ -277,7 +277,7 @@ def _finish(
         adapter=folder / "adapter",
         first_eval_loss=losses[0] if losses else None,
         last_eval_loss=losses[-1] if losses else None,
-        can_merge=not plan.has_experts and can_merge_into(folder / "merged", folder / "adapter"),
+        can_merge=can_merge_into(folder / "merged", folder / "adapter"),
         verified_difference=None if report is None else report.max_abs_diff,
     )
 

@@ -53,13 +53,6 @@ def plan_recipe(
     problems = [*_checkpointing_problems(recipe, setup), *_merge_problems(recipe, setup)]
     if problems:
         raise PlanError(problems)
-    if recipe.export.merged and plan.has_experts:
-        raise PlanError(
-            [
-                "export.merged = true: adapters of expert weights cannot be merged file by file "
-                "yet; set export.merged = false and use the adapter, or merge it with peft"
-            ]
-        )
     return plan
 
 
