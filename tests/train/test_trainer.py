@@ -300,7 +300,7 @@ def test_a_nan_on_one_rank_stops_every_rank_and_reaches_no_file(
 
 
 def _train_with_a_broken_head(path, folder, setup):
-    with mock.patch("tplora.train.head.replicate_input", lambda x, _: x):
+    with mock.patch("tplora.adapter.head.defer.replicate_input", lambda x, _: x):
         return _train(path, folder, setup)
 
 

@@ -15,7 +15,6 @@ from trl import SFTTrainer
 from tplora.train.agreement import check_finite, check_rows, check_same_replicas
 from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.counting import CountsOnce
-from tplora.train.head import install_fused_head
 from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import trl_without_head_check
 
@@ -50,7 +49,6 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         self._loraplus = loraplus_lr_ratio, loraplus_lr_embedding
         with trl_without_head_check(model.get_base_model()):
             super().__init__(model=model, **kwargs)
-        install_fused_head(model.get_base_model())
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
