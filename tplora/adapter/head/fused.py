@@ -12,11 +12,12 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tplora.adapter.head.reading import token_statistics
 from tplora.upstream import trl_fused_head
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from tplora.upstream.trainers import TrlFusedHead
@@ -26,11 +27,13 @@ __all__ = ["install_fused_head"]
 _STATISTICS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def install_fused_head(model: PreTrainedModel) -> None:
+def install_fused_head(model: PreTrainedModel, *, smoothing: float = 0.0) -> None:
     """Replace the fused branch that trl installed on ``model.forward``; the rest stays trl's.
 
     Args:
         model: The base model, after a trl trainer was built around it; else nothing happens.
+        smoothing: The share of each label that goes to all tokens alike. ``log_probs`` are then
+            those of what a token is to be, ``(1 - s) log p(label) + s mean over v of log p_v``.
     """
     found = trl_fused_head(model)
     if found is None:
@@ -42,7 +45,7 @@ def install_fused_head(model: PreTrainedModel) -> None:
     ) -> Any:
         if not fused_lm_head or found.casts_head:
             return found.forward(*args, fused_lm_head=fused_lm_head, **kwargs)
-        return _fused_forward(self, found, *args, **kwargs)
+        return _fused_forward(self, found, smoothing, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
@@ -50,6 +53,7 @@ def install_fused_head(model: PreTrainedModel) -> None:
 def _fused_forward(
     model: PreTrainedModel,
     head: TrlFusedHead,
+    smoothing: float,
     *args: Any,
     labels: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
@@ -68,7 +72,10 @@ def _fused_forward(
         name: _scatter(getattr(stats, name), mask) if name in head.outputs else None
         for name in _STATISTICS
     }
-    log_probs = fields["log_probs"] = _scatter(stats.log_probs, mask)
+    aims = stats.log_probs
+    if smoothing:
+        aims = torch.lerp(aims, stats.mean_logits - stats.lse, smoothing)
+    log_probs = fields["log_probs"] = _scatter(aims, mask)
     num_items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, router_loss = -log_probs.sum() / num_items, getattr(outputs, "aux_loss", None)
     if router_loss is not None:
