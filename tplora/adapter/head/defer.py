@@ -94,7 +94,7 @@ class _DeferredForward:
             project = Projection.of(self.head, hidden)
         finally:
             vars(self.head)["forward"] = self
-        return deferred(project, shard, hidden, hidden.dtype)
+        return deferred(project, shard, hidden, project.parameters[0].dtype)
 
 
 def _shard_of(base: PreTrainedModel, head: nn.Module) -> HeadShard:
