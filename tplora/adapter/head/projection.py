@@ -88,8 +88,9 @@ class Projection:
         for columns in self.columns:
             z = z.index_copy(-1, columns, F.linear(hidden, next(rest)))
         dtype = z.dtype
-        for (name, what), row in zip(self.adapters.items(), rows[1:], strict=True):
+        for (name, what), dropped in zip(self.adapters.items(), rows[1:], strict=True):
             own = {one: next(rest) for one in what}
+            row = dropped.to(own["A"].dtype)
             z = self.head.apply_adapter(name, z, row, own, bias=bias)
         return z.to(dtype)
 
