@@ -20,6 +20,7 @@ from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
+from tplora.adapter.head.defer import DefersLogits
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
 from tplora.adapter.sharded_base import check_sharded_base
@@ -203,6 +204,10 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.forward_seed = forward_seed
         self.base_model.register_forward_pre_hook(forward_seed.enter)
         self.base_model.register_forward_hook(forward_seed.leave, always_call=True)
+        self.defers_logits = DefersLogits(self.get_base_model())
+        for root in (self.base_model, self.get_base_model()):
+            root.register_forward_pre_hook(self.defers_logits.enter, with_kwargs=True)
+            root.register_forward_hook(self.defers_logits.leave, always_call=True)
         if self.sync is not None:
             self.base_model.register_forward_hook(self.sync.watch_outputs)
             self.get_base_model().register_forward_hook(self.sync.watch_outputs)
