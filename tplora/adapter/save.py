@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.errors import ArtifactError
+from tplora.mesh import tell_all
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
 if TYPE_CHECKING:
@@ -185,14 +186,12 @@ def _sync(path: Path) -> None:
 def raise_everywhere(problem: str) -> None:
     """Raise the writer's problem on every rank, and let none go on before the writer is done.
 
-    Collective: every rank calls it; what the first rank gives counts, and "" is no problem.
+    Collective: every rank calls it; what the first rank gives counts, and "" is no problem. The
+    wait is as long as the writer's disk takes.
 
     Raises:
         ArtifactError: The problem.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [problem]
-        dist.broadcast_object_list(told, src=0)
-        problem = told[0]
+    problem = tell_all(problem)
     if problem:
         raise ArtifactError(problem)

@@ -23,6 +23,7 @@ from tplora.adapter.load import load_factors
 from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
 from tplora.errors import ArtifactError, TrainError
 from tplora.files import written_aside
+from tplora.mesh import tell_all
 from tplora.train.checkpoint_files import (
     OPTIMIZER,
     RNG,
@@ -52,10 +53,16 @@ if TYPE_CHECKING:
 
     from tplora.adapter.factor import Factor
 
-__all__ = ["ResumesAtAnySize"]
+__all__ = ["ResumesAtAnySize", "last_checkpoint"]
 
 _OURS = "tplora"
 """The name under which our part of the state lies."""
+
+
+def last_checkpoint(folder: Path, *, say: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The last whole checkpoint in ``folder``, on every rank. Collective: the first rank looks."""
+    found: Path | None = _on_first_rank(lambda: find_last_checkpoint(folder, say=say))
+    return found
 
 
 class ResumesAtAnySize:
@@ -75,9 +82,7 @@ class ResumesAtAnySize:
 
     def last_checkpoint(self: Any, say: Callable[[str], None] = lambda line: None) -> Path | None:
         """The last whole checkpoint of the output folder. Collective: the first rank looks."""
-        folder = Path(self.args.output_dir)
-        found: Path | None = _on_first_rank(lambda: find_last_checkpoint(folder, say=say))
-        return found
+        return last_checkpoint(Path(self.args.output_dir), say=say)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The trainer's; True resumes the last checkpoint that is whole.
@@ -277,16 +282,11 @@ def _rng_states() -> dict[str, Any]:
 
 def _on_first_rank(look: Callable[[], Any]) -> Any:
     """What the first rank finds, on every rank; its error, too. Collective."""
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if is_alone:
-        return look()
-    told: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
+    found, problem = None, ""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            told[0] = look()
+            found = look()
         except ArtifactError as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    if told[1]:
-        raise ArtifactError(told[1])
-    return told[0]
+            problem = str(error)
+    raise_everywhere(problem)
+    return tell_all(found)
