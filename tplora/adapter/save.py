@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.model import TploraModel
 
-__all__ = ["gather_factors", "raise_everywhere", "save_adapter", "write_adapter"]
+__all__ = ["check_factors", "gather_factors", "raise_everywhere", "save_adapter", "write_adapter"]
 
 
 def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ def write_adapter(
     Raises:
         ArtifactError: If a factor is not finite or not whole; then nothing is written.
     """
-    _check_factors(model, factors)
+    check_factors(model, factors)
     if as_trained:
         _write(model, Path(folder), factors, adapter_names)
         write_probes(model, Path(folder))
@@ -118,7 +118,12 @@ def write_adapter(
         _write(model, Path(folder), widened, adapter_names)
 
 
-def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
+def check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what no file may hold.
+
+    Raises:
+        ArtifactError: Naming the first factor that is not whole, or not finite.
+    """
     shapes = {
         name: factor.plan.shape
         for adapter in model.peft_config

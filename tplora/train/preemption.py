@@ -34,11 +34,14 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc]  # transformers shi
         asked: Set once this rank has been asked; see ``asked_to_end``.
     """
 
-    reads_checkpoints = False
-
     def __init__(self, asked: threading.Event) -> None:
         self._asked = asked
         self._is_ending = False
+
+    @property
+    def reads_checkpoints(self) -> bool:
+        """Whether the next checkpoint has to be there before anything else is done."""
+        return self._is_ending
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -58,7 +61,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc]  # transformers shi
         if self._is_any_asked() and state.global_step < state.max_steps:
             self._is_ending = True
             args.save_only_model = False
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
