@@ -86,6 +86,28 @@ def finetune(
             "--resume", help="Go on from the folder's last checkpoint, over any [parallel] sizes."
         ),
     ] = False,
+    resume_or_start: Annotated[
+        bool,
+        typer.Option(
+            "--resume-or-start",
+            help="Go on from it if there is one, else start: a command to give a scheduler.",
+        ),
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How often to go on from the last checkpoint after a process failed."
+        ),
+    ] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that train together.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="This machine's number, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of node 0, where the nodes meet.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of each machine.", show_default="from [parallel]"),
+    ] = None,
     prepared: Annotated[bool, typer.Option("--prepared", hidden=True)] = False,
 ) -> None:
     """Train an adapter: on every GPU, or on the CPU.
@@ -93,26 +115,42 @@ def finetune(
     Starts the processes itself: parallel.tp_size of them for each copy of the model; "auto" is one
     for each GPU. Works inside torchrun, too.
     """
+    from tplora.launch.nodes import Nodes
     from tplora.mesh import current_processes
-    from tplora.plan.axes import fill_world
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import finetune_from_here, prepare_rank, train
+    from tplora.run.start import Start
+    from tplora.terminal.steps import finetune_from_here, finetune_in_rank
 
-    if resume and overwrite:
+    start = Start(resume=resume, or_begin=resume_or_start, overwrite=overwrite)
+    if start.goes_on and overwrite:
         raise typer.BadParameter(
-            "keeps the run that --overwrite would replace", param_hint="--resume"
+            "keeps the run that --overwrite would replace",
+            param_hint="--resume" if resume else "--resume-or-start",
         )
     asked = read_recipe(recipe, set_ or [])
     folder = output or Path("runs") / asked.name
-    processes = current_processes()
-    if not processes.is_launched:
-        finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite, resume=resume)
+    nodes = Nodes(
+        num_nodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+        processes_per_node=nproc_per_node,
+    )
+    if not current_processes().is_launched:
+        finetune_from_here(
+            asked,
+            folder,
+            overrides=set_ or [],
+            start=start,
+            nodes=nodes,
+            max_restarts=max_restarts,
+        )
         return
-    axes, rank = fill_world(processes.world_size, asked.parallel), processes.rank
-    if prepared or prepare_rank(
-        asked, folder, rank=rank, axes=axes, overwrite=overwrite, resume=resume
-    ):
-        train(asked, folder, rank=rank, resume=resume)
+    if nodes != Nodes() or max_restarts:
+        raise typer.BadParameter(
+            "torchrun has started this process: give it torchrun, under the same name",
+            param_hint="--nnodes, --node-rank, --rdzv-endpoint, --nproc-per-node, --max-restarts",
+        )
+    finetune_in_rank(asked, folder, start=start, is_prepared=prepared)
 
 
 @app.command()

@@ -9,9 +9,9 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.communication import Recorded
 from tests.models import world_size
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.head.fused import install_fused_head
 from tplora.base.load import load_base
 from tplora.plan.step_cost import Batch, Traffic
-from tplora.train.head import install_fused_head
 from tplora.upstream import local_shard
 from tplora.upstream.rehearsal import end_of_step
 

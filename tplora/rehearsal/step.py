@@ -19,6 +19,7 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.head.fused import install_fused_head
 from tplora.base.mends import mend_loaded, mended_while_loading
 from tplora.errors import PlanError
 from tplora.plan.step_cost import StepCost, Traffic, resident_bytes
@@ -26,7 +27,6 @@ from tplora.rehearsal.live_bytes import LiveBytes
 from tplora.rehearsal.recorded import Recorded
 from tplora.rehearsal.unpacked import unpack_for_each_product
 from tplora.rehearsal.values import AsIfAllHeld
-from tplora.train.head import install_fused_head
 from tplora.upstream import tp_mesh
 from tplora.upstream.rehearsal import (
     attention_without_storage,

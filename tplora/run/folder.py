@@ -9,6 +9,7 @@ from tplora.files import check_writable
 __all__ = [
     "LOGS",
     "PROBE",
+    "VERIFIED",
     "check_run_folder",
     "clear_run_folder",
     "drop_the_end",
@@ -22,13 +23,19 @@ LOGS = "logs"
 PROBE = "probe.safetensors"
 """What the trained model said, for verify to compare with."""
 
+VERIFIED = "verified.json"
+"""That plain PEFT says what the trained model said: the difference, and what it may be."""
+
 # What a killed run left in the making; the adapter of a checkpoint is written aside once more.
-_ASIDE = (".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter-*")
+_ASIDE = (
+    ".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter.aside-*", "..adapter.aside-*",
+    ".adapter-*", ".merged.aside-*", ".shared-*",
+)  # fmt: skip
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, "merged", LOGS, *_ASIDE)  # fmt: skip
+        "log.txt", PROBE, VERIFIED, "merged", LOGS, *_ASIDE)  # fmt: skip
 # Of these, what is written once training is over; and what a killed run left in the making.
-_END = ("adapter", "loss.png", PROBE, "merged", *_ASIDE)
+_END = ("adapter", "loss.png", PROBE, VERIFIED, "merged", *_ASIDE)
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:
