@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers import PrinterCallback
-from trl import SFTConfig
+from transformers import PrinterCallback, TrainingArguments
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
@@ -32,17 +31,17 @@ from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
-from tplora.run.card import card_facts
+from tplora.run.card import card_facts, first_and_last
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
+from tplora.run.training import stopping_callbacks, training_arguments
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
+from tplora.train.kinds import TRAINERS, prepare_rows, sequence_of
 from tplora.train.metrics import MetricsCallback, read_metrics
-from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
 from tplora.train.preview import preview
 from tplora.train.progress import TrainingProgress
-from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,14 +79,14 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
             axes = fill_world(processes.world_size, recipe.parallel)
             plan = plan_recipe(recipe, tp_size=axes.tp_size)
             _write_intent(stage, recipe, plan, axes)
-            trained, tokenizer = _train(recipe, source, plan, device, stage)
-            _save(recipe, trained, tokenizer, stage)
+            trained, tokenizer, best_step = _train(recipe, source, plan, device, stage)
+            _save(recipe, trained, tokenizer, stage, best_step)
             dtype = trained.get_base_model().dtype
             del trained
             gc.collect()
     finally:
         leave_process_group()
-    return _finish(recipe, source, plan, folder, processes, dtype)
+    return _finish(recipe, source, plan, folder, processes, dtype, best_step)
 
 
 class _Stage(ExitStack):
@@ -126,20 +125,22 @@ def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None
 
 def _train(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: _Stage
-) -> tuple[TploraModel, PreTrainedTokenizerBase]:
+) -> tuple[TploraModel, PreTrainedTokenizerBase, int | None]:
     tokenizer = load_tokenizer(recipe, source)
     rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
     model = _load(recipe, source, plan, device, set_up_adapter(recipe, source))
-    args = _training_arguments(recipe, model, stage, device)
+    args = training_arguments(recipe, model, stage.folder, device, resume=stage.resume)
+    method = recipe.method
+    ready = {key: prepare_rows(method, found.dataset, args) for key, found in rows.items()}
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
-    trainer = TploraSFTTrainer(
+    trainer = TRAINERS[method](
         model=model,
         args=args,
-        train_dataset=rows["data.train"].dataset,
-        eval_dataset=rows["data.eval"].dataset if "data.eval" in rows else None,
+        train_dataset=ready["data.train"],
+        eval_dataset=ready.get("data.eval"),
         processing_class=tokenizer,
         check_every_steps=recipe.parallel.check_every_steps,
         **{key: value for key, value in recipe.lora.items() if key.startswith("loraplus_")},
@@ -149,21 +150,22 @@ def _train(
                 tp_size=plan.tp_size,
                 is_writer=stage.is_writer,
                 progress=shown,
-            )
+            ),
+            *stopping_callbacks(recipe),
         ],
     )
     trainer.pop_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=_find_checkpoint(trainer, stage))
     record_probe(
         model,
-        choose_probe_rows(row["input_ids"] for row in _probe_rows(rows)),
+        choose_probe_rows(sequence_of(row) for row in _probe_rows(rows)),
         stage.folder / PROBE,
         is_writer=stage.is_writer,
     )
-    return model, tokenizer
+    return model, tokenizer, trainer.best_step
 
 
-def _find_checkpoint(trainer: TploraSFTTrainer, stage: _Stage) -> str | None:
+def _find_checkpoint(trainer: Any, stage: _Stage) -> str | None:
     """Where a resumed run goes on. Collective: the first rank looks."""
     if not stage.resume:
         return None
@@ -189,7 +191,7 @@ def _load(
     sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
     options = _loading(recipe, source) | sizes
     base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
-    seed: int = recipe.train.get("seed", SFTConfig.seed)
+    seed: int = recipe.train.get("seed", TrainingArguments.seed)
     if setup.num_tokens is not None:
         resize_tokens(base, setup.num_tokens, seed=seed)
     check_shards(base, plan)
@@ -219,36 +221,26 @@ def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     return given if quantization is None else given | {"quantization_config": quantization}
 
 
-def _training_arguments(
-    recipe: Recipe, model: TploraModel, stage: _Stage, device: torch.device
-) -> SFTConfig:
-    # What was evaluated before the first step is not evaluated before a later one.
-    settings = (
-        {"report_to": "none"} | recipe.train | ({"eval_on_start": False} if stage.resume else {})
-    )
-    return SFTConfig(
-        **settings,
-        output_dir=str(stage.folder),
-        parallelism_config=parallelism_config(model),
-        use_cpu=device.type == "cpu",
-        disable_tqdm=True,
-        log_level="error",
-        dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding",
-        logging_nan_inf_filter=False,
-    )
-
-
 def _save(
-    recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: _Stage
+    recipe: Recipe,
+    model: TploraModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stage: _Stage,
+    best_step: int | None,
 ) -> None:
     adapter = stage.folder / "adapter"
     if stage.is_writer:
-        model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
+        records = read_metrics(stage.folder / "metrics.jsonl")
+        model.card_facts = card_facts(recipe, records, best_step)
         if model.plan.quantization is not None:
             model.card_facts["base held in"] = str(model.plan.quantization)
     dtype = recipe.export.adapter_dtype
-    save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    save_adapter(
+        model,
+        adapter,
+        adapter_names=["default"],  # and not the frozen copy of it that DPO learns against
+        dtype=None if dtype == "auto" else getattr(torch, dtype),
+    )
     if not stage.is_writer:
         return
     tokenizer.save_pretrained(adapter)
@@ -263,6 +255,7 @@ def _finish(
     folder: Path,
     processes: Processes,
     dtype: torch.dtype,
+    best_step: int | None,
 ) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
     report = None
@@ -271,12 +264,14 @@ def _finish(
     if processes.rank == 0 and recipe.export.merged:
         merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
-    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    losses = first_and_last(records, "eval_loss", best_step) or (None, None)
     return RunSummary(
         run=folder,
         adapter=folder / "adapter",
-        first_eval_loss=losses[0] if losses else None,
-        last_eval_loss=losses[-1] if losses else None,
+        first_eval_loss=losses[0],
+        last_eval_loss=losses[1],
+        eval_accuracies=first_and_last(records, "eval_rewards/accuracies", best_step),
+        best_step=best_step,
         can_merge=not plan.has_experts and can_merge_into(folder / "merged", folder / "adapter"),
         verified_difference=None if report is None else report.max_abs_diff,
     )

@@ -3,12 +3,17 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from transformers.integrations import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from trl import SFTConfig
 
 from tplora.artifact.mergeable import unmergeable_field
 from tplora.base.source import resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
+from tplora.plan.initial import alone_problem
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
@@ -17,7 +22,7 @@ from tplora.train.rows import read_rows
 
 __all__ = ["plan_recipe", "tokenize_recipe_rows"]
 
-# SFTConfig's own default.
+# The default of every config of trl's.
 _MAX_LENGTH = 1024
 
 
@@ -53,7 +58,12 @@ def plan_recipe(
                 "model and quantise it with [quantization]"
             ]
         )
-    problems = [*_checkpointing_problems(recipe, setup), *_merge_problems(recipe, setup)]
+    problems = [
+        *_checkpointing_problems(recipe, setup),
+        *_merge_problems(recipe, setup),
+        *_reference_problems(recipe, setup),
+        *_tracker_problems(recipe),
+    ]
     if problems:
         raise PlanError(problems)
     if recipe.export.merged and plan.has_experts:
@@ -73,6 +83,34 @@ def _checkpointing_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
             "train.activation_checkpointing = false"
         ]
     return []
+
+
+def _tracker_problems(recipe: Recipe) -> list[str]:
+    asked = recipe.train.get("report_to", "none")
+    names = [asked] if isinstance(asked, str) else asked
+    there = {*get_available_reporting_integrations(), "all", "none"}
+    known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+    return [
+        f'train.report_to = "{name}": '
+        + (f"is not installed here: pip install {name}" if name in known else f"is none of {known}")
+        for name in names
+        if name not in there
+    ]
+
+
+def _reference_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
+    """What cannot be copied into the frozen adapter that preferences are learned against."""
+    if recipe.method not in ("dpo", "kto"):
+        return []
+    problem, lora = alone_problem(setup.lora, [setup.lora]), setup.lora
+    if lora.bias != "none":
+        problem = f"lora.bias = {lora.bias!r}: the base's biases are trained in place"
+    if problem is None:
+        return []
+    return [
+        f'train.method = "{recipe.method}" needs a second adapter, frozen, to compare with, and '
+        f"{problem.partition(', which')[0]}; leave it out"
+    ]
 
 
 def _merge_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
@@ -104,6 +142,7 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
             max_length=recipe.train.get("max_length", _MAX_LENGTH),
             assistant_only_loss=recipe.data.assistant_only_loss,
             completion_only_loss=recipe.train.get("completion_only_loss") is not False,
+            method=recipe.method,
             key=key,
         )
         if key == "data.train":
