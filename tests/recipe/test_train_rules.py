@@ -7,10 +7,11 @@ from transformers.training_args import OptimizerNames
 from tests.recipe.writing import problem_of_key, problems_of, write_recipe
 from tplora.recipe.check import read_recipe
 from tplora.recipe.lora_rules import SUPPORTED
+from tplora.recipe.methods import METHODS
 from tplora.recipe.refusals import REFUSED
 from tplora.recipe.schema import ParallelTable
 from tplora.recipe.train_rules import ALLOWED_OPTIMIZERS, REFUSED_KEYS
-from tplora.recipe.upstream_fields import lora_fields, train_fields
+from tplora.recipe.upstream_fields import OWN_TRAIN_KEYS, lora_fields, train_fields
 
 # Every key a recipe may set, looked at one by one: the same on each rank, or of no effect there.
 ALLOWED = {
@@ -32,11 +33,16 @@ ALLOWED = {
     "eos_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of",
     "completion_only_loss", "loss_type", "pad_token", "router_aux_loss_coef",
     "label_smoothing_factor",
+    "load_best_model_at_end", *OWN_TRAIN_KEYS,
+    # DPO and KTO
+    "beta", "disable_dropout", "discopop_tau", "f_alpha_divergence_coef", "f_divergence_type",
+    "label_smoothing", "ld_alpha", "loss_weights", "use_weighting", "desirable_weight",
+    "undesirable_weight",
 }  # fmt: skip
 
 
 def test_every_key_of_upstream_was_looked_at() -> None:
-    fields = set(train_fields())
+    fields = {name for method in METHODS for name in train_fields(method)}
     assert fields == ALLOWED | set(REFUSED_KEYS)
     assert not ALLOWED & set(REFUSED_KEYS)
     assert set(SUPPORTED) <= set(lora_fields())

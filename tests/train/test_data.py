@@ -228,21 +228,22 @@ def test_rows_without_a_supervised_token_are_dropped_and_counted():
     }
     rows = _tokenized(columns, max_length=16)
     assert (rows.num_rows, rows.num_dropped, rows.num_truncated) == (3, 2, 1)
-    assert (rows.num_empty, rows.num_unsupervised) == (1, 1)
+    assert rows.dropped == {"empty": (3,), "unsupervised": (2,), "equal": ()}
     labels = [row["labels"] for row in rows.dataset]
     assert rows.num_supervised_tokens == sum(label != -100 for row in labels for label in row)
     assert rows.num_tokens == sum(len(row) for row in labels)
     assert max(len(row) for row in labels) == 16
     assert rows.summary().splitlines()[1].strip() == (
-        "1 cut to 16 tokens; 2 dropped: 1 empty, 1 without a supervised token in its first 16; "
-        "columns not used: source"
+        "1 cut to 16 tokens; 2 dropped: 1 empty (row 3), 1 without a supervised token in its first "
+        "16 (row 2); columns not used: source"
     )
 
 
 def test_when_no_row_is_left_the_counts_are_said():
     columns = {"prompt": ["what is the answer"] * 2 + [""], "completion": [" yes", " no", ""]}
     with pytest.raises(
-        DataError, match=r"no row is left .* 1 empty, 2 without .* first 2; raise train.max_length"
+        DataError,
+        match=r"left .* 1 empty \(row 3\), 2 without .* 2 \(rows 1, 2\); raise train.max_l",
     ):
         _tokenized(columns, max_length=2)
 
@@ -250,7 +251,7 @@ def test_when_no_row_is_left_the_counts_are_said():
 def test_a_text_of_one_token_supervises_nothing():
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
-    with pytest.raises(DataError, match=r"0 empty, 1 without a supervised token$"):
+    with pytest.raises(DataError, match=r"train on: 1 without a supervised token \(row 1\)$"):
         _tokenized({"text": ["</s>"]}, tokenizer, assistant_only_loss=False)
 
 

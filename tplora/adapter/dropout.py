@@ -76,7 +76,7 @@ def _mix(*numbers: int) -> int:
     return state >> (64 - _KEY_BITS)
 
 
-class ShardedDropout(nn.Module):
+class ShardedDropout(nn.Dropout):
     """Inverted dropout on the input of A.
 
         y = x * mask / (1 - p),   mask ~ Bernoulli(1 - p), equal at every tp_size
@@ -85,7 +85,8 @@ class ShardedDropout(nn.Module):
         x   [..., I] replicated (column-parallel) or [..., I/P] sharded (row-parallel)
         y   as x, in the same state
 
-    Communication: none; every rank draws the mask of the full input and keeps its slice.
+    Communication: none; every rank draws the mask of the full input and keeps its slice. A torch
+    ``Dropout``, so that what sets the ``p`` of those to 0, as trl's DPO does, sets this one's.
 
     Args:
         p: The share of the input that is zeroed.
@@ -94,15 +95,15 @@ class ShardedDropout(nn.Module):
     """
 
     def __init__(self, p: float, *, in_features: int, mesh: DeviceMesh | None) -> None:
-        super().__init__()
-        self.p, self.in_features = p, in_features
+        super().__init__(p)
+        self.in_features = in_features
         self._range = (0, in_features)
         if mesh is not None:
             self._range = shard_range(in_features, mesh.get_local_rank(), mesh.size())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop in training, pass in evaluation."""
-        if not self.training:
+        if not self.training or self.p == 0:
             return x
         key = int(torch.empty((), dtype=torch.int64).random_(2**_KEY_BITS))
         generator = torch.Generator(device=x.device).manual_seed(key)

@@ -1,5 +1,6 @@
 """Every check of a recipe in one entry: each table against its class, and against the others."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from tplora.errors import RecipeError
 from tplora.recipe.defaults import fill_defaults
 from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems, is_refused
+from tplora.recipe.methods import DEFAULT_METHOD, METHODS, find_method_problems, method_of
 from tplora.recipe.parse import build_recipe, read_document
+from tplora.recipe.preference_rules import find_preference_problems
 from tplora.recipe.quantization_rules import find_quantization_problems
 from tplora.recipe.schema import TABLES, Recipe
 from tplora.recipe.train_rules import REFUSED_KEYS, find_train_problems
@@ -53,7 +56,9 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     """Everything the tables' own models cannot see; takes tables that those models refused, too."""
     lora, train = _table(tables, "lora"), _table(tables, "train")
     yield from _lora_problems(lora, places) if "lora" in tables else ()
+    yield from find_method_problems(train, _table(tables, "data"), places)
     yield from _train_problems(train, places)
+    yield from _method_key_problems(tables, places)
     if "quantization" in tables:
         yield from find_quantization_problems(_table(tables, "quantization"), places)
     yield from _source_problems(_table(tables, "model"), places)
@@ -84,21 +89,41 @@ def _lora_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
 
 
 def _train_problems(train: Mapping[str, Any], places: Places) -> Iterator[str]:
-    fields = train_fields()
-    wrong = dict(_name_problems("train", train, fields, places))
+    method = method_of(train)
+    if train.get("method", method) != method:
+        return  # whose keys they are is not known
+    fields = train_fields(method)
+    wrong = dict(_name_problems("train", train, fields, places, method))
     yield from wrong.values()
     right = {key: value for key, value in train.items() if key not in wrong}
     defaults = {key: field.default for key, field in fields.items()}
-    yield from find_train_problems(right, defaults, places)
+    yield from find_train_problems(right, defaults, places, method=method)
+
+
+def _method_key_problems(tables: Tables, places: Places) -> Iterator[str]:
+    train, parallel = _table(tables, "train"), _table(tables, "parallel")
+    method, fields = method_of(train), train_fields(method_of(train))
+    sizes = [parallel.get(key, 1) for key in ("fsdp_size", "dp_replicate_size")]
+    data_size = math.prod(size for size in sizes if isinstance(size, int))
+    right = {
+        key: value
+        for key, value in train.items()
+        if key in fields and not fields[key].say_need(value)
+    }
+    yield from find_preference_problems(method, right, places, data_size=data_size)
 
 
 def _name_problems(
-    table: str, values: Mapping[str, Any], fields: Mapping[str, UpstreamField], places: Places
+    table: str,
+    values: Mapping[str, Any],
+    fields: Mapping[str, UpstreamField],
+    places: Places,
+    method: str = DEFAULT_METHOD,
 ) -> Iterator[tuple[str, str]]:
     """Keys that are no field, or not of its type, each with its problem."""
     for key, value in values.items():
         if key not in fields:
-            message = _say_unknown(table, key, fields)
+            message = _say_unknown(table, key, fields, method)
         elif (table == "train" and key in REFUSED_KEYS) or (table == "lora" and is_refused(key)):
             continue  # its own reason says more than its type would
         elif table == "lora" and key == "init_lora_weights":
@@ -110,15 +135,19 @@ def _name_problems(
             yield key, say_problem([table, key], message, places=places, value=value)
 
 
-def _say_unknown(table: str, key: str, fields: Mapping[str, UpstreamField]) -> str:
+def _say_unknown(table: str, key: str, fields: Mapping[str, UpstreamField], method: str) -> str:
     for other, names in _other_names(table).items():
         if key in names:
             return f"unknown key here; it belongs in [{other}]"
+    others = [other for other in METHODS if table == "train" and key in train_fields(other)]
+    if others:
+        named = " or ".join(f'"{other}"' for other in others)
+        return f'is of method = {named}, this is "{method}"; leave it out'
     near = did_you_mean(key, SUPPORTED if table == "lora" else set(fields) - set(REFUSED_KEYS))
     hint = f"did you mean {', '.join(near)}? " if near else ""
     if table == "lora":
         return f"unknown key; {hint}LoraConfig fields that can be used: {', '.join(SUPPORTED)}"
-    return f"unknown key; {hint}[train] takes the fields of trl's SFTConfig"
+    return f"unknown key; {hint}[train] takes the fields of trl's {METHODS[method].config}"
 
 
 def _other_names(table: str) -> Mapping[str, Sequence[str]]:
@@ -201,8 +230,16 @@ def _eval_problems(
         yield say_problem(
             ["train", "eval_steps"], message, places=places, value=train["eval_steps"]
         )
-    if train.get("lr_scheduler_type") == "reduce_lr_on_plateau" and "eval" not in data:
-        message = "follows the evaluation's loss; give data.eval"
-        yield say_problem(
-            ["train", "lr_scheduler_type"], message, places=places, value="reduce_lr_on_plateau"
-        )
+    if "eval" not in data or strategy == "no":
+        for key, value in train.items():
+            if (key, value) in _JUDGES or (key == "early_stopping_patience" and value is not None):
+                message = "follows what an evaluation says; give data.eval, and evaluate"
+                yield say_problem(["train", key], message, places=places, value=value)
+
+
+_JUDGES = (
+    ("lr_scheduler_type", "reduce_lr_on_plateau"),
+    ("load_best_model_at_end", True),
+    ("save_strategy", "best"),
+)
+"""What decides by evaluations."""

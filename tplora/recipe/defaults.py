@@ -19,12 +19,15 @@ def fill_defaults(recipe: Recipe) -> Recipe:
     - ``activation_checkpointing`` is on, as in trl, under the name that is not deprecated; off for
       aLoRA, which peft does not run with it.
     - Rows to evaluate on are evaluated on: before the first step and at the end of each epoch.
+    - Stopping early goes by the evaluation's loss.
     """
     lora = {"task_type": "CAUSAL_LM", **recipe.lora}
     train = {"save_strategy": "no", "bf16": False} | _rename_checkpointing(recipe.train)
     train.setdefault("activation_checkpointing", not lora.get("alora_invocation_tokens"))
     if recipe.data.eval is not None and "eval_strategy" not in train:
         train = {"eval_strategy": "epoch", "eval_on_start": True} | train
+    if train.get("early_stopping_patience") is not None:
+        train.setdefault("metric_for_best_model", "loss")
     return dataclasses.replace(recipe, lora=lora, train=train)
 
 

@@ -2,8 +2,8 @@
 
 ``[model]`` takes the names of ``from_pretrained``, ``[quantization]`` those of transformers'
 ``BitsAndBytesConfig``, ``[parallel]`` those of ``DistributedConfig``, ``[lora]`` those of peft's
-``LoraConfig`` and ``[train]`` those of trl's ``SFTConfig``. The last two stay plain dicts: their
-names and types are the upstream classes', and ``check`` holds them to it.
+``LoraConfig`` and ``[train]`` those of trl's config for the method. The last two stay plain dicts:
+their names and types are the upstream classes', and ``check`` holds them to it.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tplora.recipe.methods import method_of
 from tplora.recipe.toml import dump_toml
 
 __all__ = [
@@ -96,7 +97,7 @@ class DataTable(_Table):
     """``[data]``: files or folders; parse makes them absolute, from the recipe's own folder."""
 
     train: NotEmpty
-    """Rows with ``messages``, ``prompt`` and ``completion``, or ``text``."""
+    """Rows with ``messages``, ``prompt`` and ``completion``, or ``text``; or the method's own."""
     eval: NotEmpty | None = None
     """Rows of the same kind that are never trained on."""
     assistant_only_loss: bool = False
@@ -139,9 +140,14 @@ class Recipe:
     lora: dict[str, Any]
     """Arguments of ``LoraConfig``, as given."""
     train: dict[str, Any]
-    """Arguments of ``SFTConfig``, as given; ``read_recipe`` adds tplora's defaults."""
+    """Arguments of trl's config and our keys, as given; ``read_recipe`` adds tplora's defaults."""
     where: Mapping[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
     """Key path to the place it was given, "line 12" or "--set", for error messages."""
+
+    @property
+    def method(self) -> str:
+        """The way to train; one of ``METHODS``."""
+        return method_of(self.train)
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The recipe as plain tables, without the keys that have no value."""

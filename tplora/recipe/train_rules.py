@@ -1,4 +1,4 @@
-"""What ``[train]`` may ask for: the keys of ``SFTConfig`` that are safe when ranks share one model.
+"""What ``[train]`` may ask for: the keys of trl's configs that are safe when ranks share one model.
 
 Ranks of a tp group must run the same batches through the same code, or they wait for each other
 for ever or drift apart. A key that has not been shown to keep that is refused, with the reason.
@@ -7,6 +7,8 @@ for ever or drift apart. A key that has not been shown to keep that is refused, 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tplora.recipe.best_rules import find_best_problems
+from tplora.recipe.preference_rules import REFUSED_PREFERENCE_KEYS
 from tplora.recipe.wording import Places, say_problem
 
 __all__ = ["ALLOWED_OPTIMIZERS", "REFUSED_KEYS", "find_train_problems"]
@@ -48,7 +50,6 @@ REFUSED_KEYS: Mapping[str, str] = {
     "resume_from_checkpoint": _RESUME,
     "ignore_data_skip": "a resumed run would train on the same rows again; leave it out",
     "restore_callback_states_from_checkpoint": "no callback of a run has a state; leave it out",
-    "load_best_model_at_end": _UNCHECKED,
     "enable_jit_checkpoint": _UNCHECKED,
     "save_on_each_node": "one rank writes, the others give it their factors; leave it out",
     "push_to_hub": _HUB,
@@ -87,6 +88,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "do_train": _FLAG,
     "do_eval": _FLAG,
     "do_predict": _FLAG,
+    **REFUSED_PREFERENCE_KEYS,
 }
 
 # Element by element, so a shard steps exactly as its part of the full factor would.
@@ -98,8 +100,11 @@ _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("random", "sequential", "group_by_length"),
         "batch_rebalance would give the ranks of a tp group different batches",
     ),
-    "loss_type": (("nll", "dft"), "SFTTrainer knows no other"),
-    "truncation_mode": (("keep_start", "keep_end"), "SFTTrainer knows no other"),
+    "truncation_mode": (("keep_start", "keep_end"), "trl knows no other"),
+}
+_CHOICES_OF: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "sft": {"loss_type": (("nll", "dft"), "SFTTrainer knows no other")},
+    "dpo": {"truncation_mode": (("keep_start",), "the other is on its way out of trl")},
 }
 _AT_LEAST: Mapping[str, float] = {
     "per_device_train_batch_size": 1,
@@ -109,6 +114,8 @@ _AT_LEAST: Mapping[str, float] = {
     "eval_accumulation_steps": 1,
     "torch_empty_cache_steps": 1,
     "save_total_limit": 1,
+    "early_stopping_patience": 1,
+    "early_stopping_threshold": 0,
     "dataset_num_proc": 1,
     "pad_to_multiple_of": 1,
     "warmup_steps": 0,
@@ -131,29 +138,34 @@ _STEPS = ("logging_steps", "eval_steps", "save_steps")
 
 
 def find_train_problems(
-    train: Mapping[str, Any], defaults: Mapping[str, Any], places: Places
+    train: Mapping[str, Any], defaults: Mapping[str, Any], places: Places, *, method: str
 ) -> Iterator[str]:
     """Every rule broken by a table whose names and types are right."""
+    choices = {**_CHOICES, **_CHOICES_OF.get(method, {})}
     for key, value in train.items():
         # A value that is upstream's default asks for nothing, unless the key lives elsewhere.
         asks = value != defaults[key] or key in _ELSEWHERE
         if (key, value) == ("bf16", False):
             asks = False  # off, though trl's default is None and means on
-        message = (REFUSED_KEYS.get(key) or _say_value(key, value)) if asks else None
+        message = (REFUSED_KEYS.get(key) or _say_value(key, value, choices)) if asks else None
         if message:
             yield say_problem(["train", key], message, places=places, value=value)
     yield from _save_problems(train, places)
+    yield from find_best_problems(method, train, places)
     yield from _worker_problems(train, places)
     yield from _checkpointing_problems(train, places)
-    if train.get("label_smoothing_factor") and train.get("loss_type", "nll") != "nll":
+    loss_type = train.get("loss_type", "nll") if method == "sft" else method
+    if train.get("label_smoothing_factor") and loss_type != "nll":
         message = 'trl smooths the labels of loss_type "nll" alone; leave one of them out'
         key, value = "label_smoothing_factor", train["label_smoothing_factor"]
         yield say_problem(["train", key], message, places=places, value=value)
 
 
-def _say_value(key: str, value: object) -> str | None:
-    if key in _CHOICES and value not in _CHOICES[key][0]:
-        allowed, reason = _CHOICES[key]
+def _say_value(
+    key: str, value: object, choices: Mapping[str, tuple[tuple[str, ...], str]]
+) -> str | None:
+    if key in choices and value not in choices[key][0]:
+        allowed, reason = choices[key]
         return f"needs one of {', '.join(allowed)}; {reason}"
     if key == "lr_scheduler_type" and value == "greedy":
         return (

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from tplora.recipe.methods import DEFAULT_METHOD, METHODS
 from tplora.recipe.wording import say_type
 
-__all__ = ["UpstreamField", "check_lora_config", "lora_fields", "train_fields"]
+__all__ = ["OWN_TRAIN_KEYS", "UpstreamField", "check_lora_config", "lora_fields", "train_fields"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,15 @@ _OURS = {
 }
 
 
+_OUR_TRAIN = {
+    "method": UpstreamField(hint=str, default=DEFAULT_METHOD),
+    "early_stopping_patience": UpstreamField(hint=int | None, default=None),
+    "early_stopping_threshold": UpstreamField(hint=float, default=0.0),
+}
+OWN_TRAIN_KEYS = tuple(_OUR_TRAIN)
+"""Keys of ``[train]`` that trl's configs do not have; the last two are a callback's arguments."""
+
+
 def lora_fields() -> Mapping[str, UpstreamField]:
     """The fields of peft's ``LoraConfig``, and ours."""
     from peft import LoraConfig  # noqa: PLC0415  (slow, see the module's docstring)
@@ -56,11 +66,15 @@ def lora_fields() -> Mapping[str, UpstreamField]:
     return {**_fields(LoraConfig), **_OURS}
 
 
-def train_fields() -> Mapping[str, UpstreamField]:
-    """The fields of trl's ``SFTConfig``, those of ``TrainingArguments`` among them."""
-    from trl import SFTConfig  # noqa: PLC0415  (slow, see the module's docstring)
+def train_fields(method: str = DEFAULT_METHOD) -> Mapping[str, UpstreamField]:
+    """The fields of trl's config for a method, of ``TrainingArguments`` among them, and ours."""
+    import trl  # noqa: PLC0415  (slow, see the module's docstring)
 
-    return _fields(SFTConfig)
+    fields = dict(_fields(getattr(trl, METHODS[method].config)))
+    if get_args(fields["loss_type"].hint):  # trl takes one name for a list of one
+        found = fields["loss_type"]
+        fields["loss_type"] = UpstreamField(hint=found.hint | str, default=found.default)
+    return {**fields, **_OUR_TRAIN}
 
 
 def check_lora_config(lora: Mapping[str, Any]) -> None:

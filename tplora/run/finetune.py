@@ -9,8 +9,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PrinterCallback
-from trl import SFTConfig
+from transformers import PrinterCallback, TrainingArguments
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
@@ -39,14 +38,14 @@ from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.stage import Stage
 from tplora.run.start import Start
+from tplora.run.training import stopping_callbacks, training_arguments
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
+from tplora.train.kinds import TRAINERS, prepare_rows, sequence_of
 from tplora.train.metrics import MetricsCallback, read_metrics
-from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
 from tplora.train.preemption import StopsWhenAsked, asked_to_end
 from tplora.train.preview import preview
 from tplora.train.progress import TrainingProgress
-from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
     import threading
@@ -80,13 +79,13 @@ def run_finetune(recipe: Recipe, folder: Path, *, start: Start | None = None) ->
     """
     processes, start = current_processes(), start or Start()
     with asked_to_end() as asked:
-        base = _run_ranks(recipe, folder, processes, start, asked)
-    return finish(recipe, base, folder, processes)
+        base, best_step = _run_ranks(recipe, folder, processes, start, asked)
+    return finish(recipe, base, folder, processes, best_step)
 
 
 def _run_ranks(
     recipe: Recipe, folder: Path, processes: Processes, start: Start, asked: threading.Event
-) -> Base:
+) -> tuple[Base, int | None]:
     device = join_process_group(processes)
     try:
         keeps_log = start.goes_on or num_restarts() > 0
@@ -98,19 +97,20 @@ def _run_ranks(
             axes = fill_world(processes.world_size, recipe.parallel)
             plan = plan_recipe(recipe, tp_size=axes.tp_size)
             _write_intent(stage, recipe, plan, axes)
-            trained, tokenizer = _train(recipe, source, plan, device, stage)
-            _save(recipe, trained, tokenizer, stage)
+            trained, tokenizer, best_step = _train(recipe, source, plan, device, stage)
+            _save(recipe, trained, tokenizer, stage, best_step)
             dtype = trained.get_base_model().dtype
             del trained
             gc.collect()
     finally:
         leave_process_group()
-    return Base(
+    base = Base(
         path=source.path,
         revision=None if source.is_local else recipe.model.revision,
         dtype=dtype,
         quantization=build_quantization_config(recipe.quantization),
     )
+    return base, best_step
 
 
 def _saves(recipe: Recipe) -> bool:
@@ -128,20 +128,24 @@ def _write_intent(stage: Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None:
 
 def _train(
     recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: Stage
-) -> tuple[TploraModel, PreTrainedTokenizerBase]:
+) -> tuple[TploraModel, PreTrainedTokenizerBase, int | None]:
     tokenizer = load_tokenizer(recipe, source)
     rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
     model = _load(recipe, source, plan, device, set_up_adapter(recipe, source))
-    args = _training_arguments(recipe, model, stage, device)
+    args = training_arguments(
+        recipe, model, stage.folder, device, resume=stage.checkpoint is not None
+    )
+    method = recipe.method
+    ready = {key: prepare_rows(method, found.dataset, args) for key, found in rows.items()}
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
-    trainer = TploraSFTTrainer(
+    trainer = TRAINERS[method](
         model=model,
         args=args,
-        train_dataset=rows["data.train"].dataset,
-        eval_dataset=rows["data.eval"].dataset if "data.eval" in rows else None,
+        train_dataset=ready["data.train"],
+        eval_dataset=ready.get("data.eval"),
         processing_class=tokenizer,
         check_every_steps=recipe.parallel.check_every_steps,
         **{key: value for key, value in recipe.lora.items() if key.startswith("loraplus_")},
@@ -153,17 +157,18 @@ def _train(
                 is_writer=stage.is_writer,
                 progress=shown,
             ),
+            *stopping_callbacks(recipe),
         ],
     )
     trainer.pop_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=stage.checkpoint and str(stage.checkpoint))
     record_probe(
         model,
-        choose_probe_rows(row["input_ids"] for row in _probe_rows(rows)),
+        choose_probe_rows(sequence_of(row) for row in _probe_rows(rows)),
         stage.folder / PROBE,
         is_writer=stage.is_writer,
     )
-    return model, tokenizer
+    return model, tokenizer, trainer.best_step
 
 
 def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -181,7 +186,7 @@ def _load(
     sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
     options = _loading(recipe, source) | sizes
     base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
-    seed: int = recipe.train.get("seed", SFTConfig.seed)
+    seed: int = recipe.train.get("seed", TrainingArguments.seed)
     if setup.num_tokens is not None:
         resize_tokens(base, setup.num_tokens, seed=seed)
     check_shards(base, plan)
@@ -211,30 +216,12 @@ def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     return given if quantization is None else given | {"quantization_config": quantization}
 
 
-def _training_arguments(
-    recipe: Recipe, model: TploraModel, stage: Stage, device: torch.device
-) -> SFTConfig:
-    # What was evaluated before the first step is not evaluated before a later one.
-    settings = (
-        {"report_to": "none"}
-        | recipe.train
-        | ({} if stage.checkpoint is None else {"eval_on_start": False})
-    )
-    return SFTConfig(
-        **settings,
-        output_dir=str(stage.folder),
-        parallelism_config=parallelism_config(model),
-        use_cpu=device.type == "cpu",
-        disable_tqdm=True,
-        log_level="error",
-        dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding",
-        logging_nan_inf_filter=False,
-    )
-
-
 def _save(
-    recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: Stage
+    recipe: Recipe,
+    model: TploraModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stage: Stage,
+    best_step: int | None,
 ) -> None:
     """All of ``adapter/`` appears at once, and last: a run that has it is complete."""
     adapter, metrics = stage.folder / "adapter", stage.folder / "metrics.jsonl"
@@ -243,9 +230,14 @@ def _save(
     if stage.is_writer:
         try:
             draw_loss(metrics, stage.folder / "loss.png", title=recipe.name)
-            model.card_facts = card_facts(recipe, read_metrics(metrics))
+            model.card_facts = card_facts(recipe, read_metrics(metrics), best_step)
             with written_aside(adapter, overwrite=True) as aside:
-                write_adapter(model, aside, _rounded(factors, recipe.export.adapter_dtype))
+                write_adapter(
+                    model,
+                    aside,
+                    _rounded(factors, recipe.export.adapter_dtype),
+                    adapter_names=["default"],  # not the frozen copy that DPO learns against
+                )
                 tokenizer.save_pretrained(aside)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = f"{adapter}: {error}".replace(f"{adapter}: {adapter}", str(adapter))

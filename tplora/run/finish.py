@@ -9,6 +9,7 @@ from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.errors import ArtifactError
 from tplora.files import write_text_aside
+from tplora.run.card import first_and_last
 from tplora.run.folder import PROBE, VERIFIED
 from tplora.run.merging import merge_into_base
 from tplora.run.summary import RunSummary
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["finish"]
 
 
-def finish(recipe: Recipe, base: Base, folder: Path, processes: Processes) -> RunSummary:
+def finish(
+    recipe: Recipe, base: Base, folder: Path, processes: Processes, best_step: int | None
+) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
     report = None
     if processes.rank == 0 and recipe.export.verify:
@@ -32,12 +35,14 @@ def finish(recipe: Recipe, base: Base, folder: Path, processes: Processes) -> Ru
     if processes.rank == 0 and recipe.export.merged:
         merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
-    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    losses = first_and_last(records, "eval_loss", best_step) or (None, None)
     return RunSummary(
         run=folder,
         adapter=folder / "adapter",
-        first_eval_loss=losses[0] if losses else None,
-        last_eval_loss=losses[-1] if losses else None,
+        first_eval_loss=losses[0],
+        last_eval_loss=losses[1],
+        eval_accuracies=first_and_last(records, "eval_rewards/accuracies", best_step),
+        best_step=best_step,
         can_merge=can_merge_into(folder / "merged", folder / "adapter"),
         verified_difference=None if report is None else report.max_abs_diff,
     )

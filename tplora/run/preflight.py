@@ -3,6 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from transformers.integrations import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from trl import SFTConfig
 
 from tplora.adapter.card import is_hub_id
@@ -11,6 +15,7 @@ from tplora.base.fingerprint import BASE, check_same_base
 from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
+from tplora.plan.initial import alone_problem
 from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.recipe.schema import Recipe
@@ -21,7 +26,7 @@ from tplora.train.rows import read_rows
 
 __all__ = ["plan_recipe", "tokenize_recipe_rows"]
 
-# SFTConfig's own default.
+# The default of every config of trl's.
 _MAX_LENGTH = 1024
 
 
@@ -50,7 +55,12 @@ def plan_recipe(
         quantization=build_quantization_config(recipe.quantization),
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    problems = [*_checkpointing_problems(recipe, setup), *_merge_problems(recipe, setup)]
+    problems = [
+        *_checkpointing_problems(recipe, setup),
+        *_merge_problems(recipe, setup),
+        *_reference_problems(recipe, setup),
+        *_tracker_problems(recipe),
+    ]
     if problems:
         raise PlanError(problems)
     return plan
@@ -86,6 +96,34 @@ def _checkpointing_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
     return []
 
 
+def _tracker_problems(recipe: Recipe) -> list[str]:
+    asked = recipe.train.get("report_to", "none")
+    names = [asked] if isinstance(asked, str) else asked
+    there = {*get_available_reporting_integrations(), "all", "none"}
+    known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+    return [
+        f'train.report_to = "{name}": '
+        + (f"is not installed here: pip install {name}" if name in known else f"is none of {known}")
+        for name in names
+        if name not in there
+    ]
+
+
+def _reference_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
+    """What cannot be copied into the frozen adapter that preferences are learned against."""
+    if recipe.method not in ("dpo", "kto"):
+        return []
+    problem, lora = alone_problem(setup.lora, [setup.lora]), setup.lora
+    if lora.bias != "none":
+        problem = f"lora.bias = {lora.bias!r}: the base's biases are trained in place"
+    if problem is None:
+        return []
+    return [
+        f'train.method = "{recipe.method}" needs a second adapter, frozen, to compare with, and '
+        f"{problem.partition(', which')[0]}; leave it out"
+    ]
+
+
 def _merge_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
     field = unmergeable_field(setup.lora)
     if field is None or not recipe.export.merged:
@@ -115,6 +153,7 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
             max_length=recipe.train.get("max_length", _MAX_LENGTH),
             assistant_only_loss=recipe.data.assistant_only_loss,
             completion_only_loss=recipe.train.get("completion_only_loss") is not False,
+            method=recipe.method,
             key=key,
         )
         if key == "data.train":

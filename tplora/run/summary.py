@@ -15,6 +15,10 @@ class RunSummary:
     first_eval_loss: float | None
     """Before the first step; None when there was nothing to evaluate on."""
     last_eval_loss: float | None
+    eval_accuracies: tuple[float, float] | None = None
+    """How often the better answer has the higher reward, at first and at last; DPO alone."""
+    best_step: int | None = None
+    """The step whose adapter was saved, where it is the best and not the last one."""
     can_merge: bool
     """Whether base and adapter can be merged file by file."""
     verified_difference: float | None
@@ -26,6 +30,11 @@ class RunSummary:
         if self.first_eval_loss is not None and self.last_eval_loss is not None:
             change = f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"
             rows.append(("eval loss", change))
+        if self.eval_accuracies is not None:
+            change = " -> ".join(f"{share:.3f}" for share in self.eval_accuracies)
+            rows.append(("accuracy", f"{change} of the pairs have the better answer ahead"))
+        if self.best_step is not None:
+            rows.append(("best", f"the adapter is that of step {self.best_step}"))
         if self.verified_difference is not None:
             said = f"in plain PEFT, logits differ by {self.verified_difference:.2g} at most"
             rows.append(("verified", said))

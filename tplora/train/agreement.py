@@ -127,7 +127,7 @@ def check_rows(batch: Mapping[str, object], model: TploraModel, *, step: int) ->
 
 
 def _check_other_rows(batch: Mapping[str, object], data: DataAxis, *, step: int) -> None:
-    tokens, labels = batch.get("input_ids"), batch.get("labels")
+    tokens, labels = batch.get("input_ids"), batch.get("labels", batch.get("completion_mask"))
     if not isinstance(tokens, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return
     if len(tokens) < 2:  # a dataset may hold a row twice; two batches of several are not alike

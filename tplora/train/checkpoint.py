@@ -184,12 +184,11 @@ class ResumesAtAnySize(SavesWhileTraining):
 
 
 def _check_arguments(args: TrainingArguments | None) -> None:
-    for name in ("push_to_hub", "load_best_model_at_end"):
-        if getattr(args, name, False):
-            raise TrainError(
-                f"train.{name} = true: is not done with checkpoints of a model that is cut; set it "
-                "to false, and take the checkpoint's folder afterwards"
-            )
+    if getattr(args, "push_to_hub", False):
+        raise TrainError(
+            "train.push_to_hub = true: is not done with checkpoints of a model that is cut; set it "
+            "to false, and take the checkpoint's folder afterwards"
+        )
 
 
 def _on_first_rank(look: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from tplora.errors import TrainError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.data_axis import DataAxis
 
-__all__ = ["CountsOnce", "num_own_rows"]
+__all__ = ["CountsOnce", "gathering", "num_own_rows"]
 
 _IGNORED = -100
 
@@ -83,11 +84,18 @@ class CountsOnce:
         is_last = self.accelerator.gradient_state.end_of_dataloader
         if self._data is None or num_rows is None or not is_last or self._drops_last:
             return batch
+        if num_rows % (batch_size * self._data.size) == 0:
+            return batch
         kept = num_own_rows(
             num_rows, batch_size, data_rank=self._data.rank, data_size=self._data.size
         )
-        if kept == batch_size:
-            return batch
+        shortened: dict[str, Any] = self._without_rows_from(kept, batch, num_rows, batch_size)
+        return shortened
+
+    def _without_rows_from(
+        self: Any, kept: int, batch: dict[str, Any], num_rows: int, batch_size: int
+    ) -> dict[str, Any]:
+        """The last batch of ``num_rows``, in which rows from ``kept`` on count nowhere."""
         labels = batch["labels"].clone()
         labels[kept:] = _IGNORED
         self._last_batch = labels, kept
@@ -101,7 +109,11 @@ class CountsOnce:
         """The attention mask of the rows that are no repeats."""
         mask: torch.Tensor = inputs["attention_mask"]
         last = self._last_batch
-        if last is None or not torch.equal(inputs["labels"], last[0].to(mask.device)):
+        if (
+            last is None
+            or "labels" not in inputs
+            or not torch.equal(inputs["labels"], last[0].to(mask.device))
+        ):
             return mask
         return mask[: last[1]]
 
@@ -111,17 +123,21 @@ class CountsOnce:
         """Trl's loss and metrics; each data rank is counted once, and no repeat is."""
         before = int(self._total_train_tokens)
         parent: Any = super()
-        with _gathering(self.accelerator, self._gather_ranks):
+        with gathering(self.accelerator, self._gather_ranks):
             found = parent.compute_loss(model, inputs, *args, **kw)
+        self._count_tokens(inputs, before)
+        return found
+
+    def _count_tokens(self: Any, inputs: dict[str, Any], before: int) -> None:
+        """What trl would count as often as a tp group has ranks, or divide by that."""
         if self.model.training and "attention_mask" in inputs:
             own = self._own_mask(inputs).sum()
             self._total_train_tokens = before + int(self._gather_ranks(own).sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        return found
 
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
         parent: Any = super()
-        if "attention_mask" in inputs and "labels" in inputs:
+        if "attention_mask" in inputs:
             inputs = {**inputs, "attention_mask": self._own_mask(inputs)}
         parent._track_num_input_tokens(inputs)
         if self.accelerator.sync_gradients:
@@ -139,7 +155,15 @@ class CountsOnce:
         self._eval_rows = _length(getattr(dataloader, "dataset", None))
         self.gather_function = self._gather_rows
         parent: Any = super()
-        return parent.evaluation_loop(dataloader, *args, **kwargs)
+        return self._of_first_rank(parent.evaluation_loop(dataloader, *args, **kwargs))
+
+    def _of_first_rank(self: Any, found: Any) -> Any:
+        """The first rank's numbers on every rank: what is decided by them is decided alike."""
+        if self.model.mesh is None:
+            return found
+        told = [found.metrics]
+        dist.broadcast_object_list(told, src=0)
+        return found._replace(metrics=told[0])
 
     def _gather_rows(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         """One entry a row, in the rows' order, without those of repeats."""
@@ -172,17 +196,17 @@ def _length(dataset: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _gathering(accelerator: Any, gather: Callable[[Any], Any]) -> Iterator[None]:
+def gathering(accelerator: Any, gather: Callable[[Any], Any]) -> Iterator[None]:
     """While open, what is gathered for metrics comes from each data rank once.
 
     accelerate gathers from every rank of a tp group, and of a last batch drops what it takes for
     padding, which a number for each rank is not.
     """
-    accelerator.gather_for_metrics = gather
+    accelerator.gather_for_metrics = accelerator.gather = gather
     try:
         yield
     finally:
-        del accelerator.gather_for_metrics
+        del accelerator.gather_for_metrics, accelerator.gather
 
 
 def _check_arguments(args: Any) -> None:

@@ -1,14 +1,15 @@
-"""Rows to what trl's SFTTrainer trains on: ``input_ids`` and ``labels``, and their counts.
+"""Rows to the tokens that trl's trainers train on, and their counts.
 
-trl uses a ``labels`` column as it is (``dataset_kwargs={"skip_prepare_dataset": True}``) and pads
-it with -100, so the loss is taken over exactly the tokens counted here. Mask columns would be
+SFT: trl takes a ``labels`` column as it is (``dataset_kwargs={"skip_prepare_dataset": True}``) and
+pads it with -100, so the loss is taken over exactly the tokens counted here. Mask columns would be
 ignored by its collator, and its own assistant mask needs a chat template with generation markers.
+DPO and KTO: prompt and answers under the names that trl's own preparation would give them.
 """
 
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,20 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from tplora.errors import DataError
-from tplora.train.row_form import RowForm, check_row, is_empty, row_form
+from tplora.train.answers import AnsweredTokens, answered_tokens
+from tplora.train.row_form import FORMS, RowForm, check_row, is_empty, row_form
 from tplora.train.tokens import RowTokens, Supervision, row_tokens
 
 __all__ = ["TokenizedRows", "check_enough_rows", "tokenize_rows"]
 
-_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 _CHUNK_ROWS = 1000
+_NUM_NAMED = 3
+"""Dropped rows of each kind that are named."""
+_WHY = {
+    "empty": "empty",
+    "unsupervised": "without a supervised token{within}",
+    "equal": "with two equal answers{within}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +42,7 @@ class TokenizedRows:
     """Rows ready to train on, and what became of those that were read."""
 
     dataset: Dataset
-    """Columns ``input_ids`` and ``labels``, in memory, in the order read."""
+    """Columns ``input_ids`` and ``labels``, or prompt and answers; in memory, in the order read."""
     key: str
     """The recipe key that the rows come from."""
     form: RowForm
@@ -42,13 +50,12 @@ class TokenizedRows:
     unused_columns: tuple[str, ...]
     """Columns that were read and ignored."""
     max_length: int | None
-    """Tokens a row was cut to, from the right."""
+    """Tokens a sequence was cut to, from the right."""
     num_rows: int
     """Rows in `dataset`."""
-    num_empty: int
-    """Rows left out because they hold nothing."""
-    num_unsupervised: int
-    """Rows left out because no token of theirs is learned, cut or not."""
+    dropped: Mapping[str, tuple[int, ...]]
+    """The numbers of rows left out: "empty", which hold nothing; "unsupervised", of which no token
+    is learned, cut or not; "equal", with two answers that are one, cut or not."""
     num_truncated: int
     """Rows in `dataset` that lost tokens to `max_length`."""
     num_tokens: int
@@ -61,7 +68,7 @@ class TokenizedRows:
     @property
     def num_dropped(self) -> int:
         """Rows read that are not in `dataset`."""
-        return self.num_empty + self.num_unsupervised
+        return sum(map(len, self.dropped.values()))
 
     def summary(self) -> str:
         """Say in a line or two what is trained on and what is not."""
@@ -79,11 +86,7 @@ class TokenizedRows:
         return "\n".join(line for line in lines if line.strip())
 
     def _dropped(self) -> str:
-        parts = [
-            (self.num_empty, "empty"),
-            (self.num_unsupervised, f"without a supervised token{_within(self.max_length)}"),
-        ]
-        return ", ".join(f"{count:,} {why}" for count, why in parts if count)
+        return _say_dropped(self.dropped, self.max_length)
 
 
 def tokenize_rows(
@@ -94,6 +97,7 @@ def tokenize_rows(
     assistant_only_loss: bool,
     key: str,
     completion_only_loss: bool = True,
+    method: str = "sft",
     console: Console | None = None,
 ) -> TokenizedRows:
     """Tokenise all rows, alike on every rank: in order, in this process, without cache files.
@@ -101,18 +105,19 @@ def tokenize_rows(
     Args:
         dataset: Rows of one form (see `RowForm`).
         tokenizer: The model's, with its chat template where rows are messages.
-        max_length: Tokens kept of each row, from the left; None keeps all.
+        max_length: Tokens kept of each sequence, from the left; None keeps all.
         assistant_only_loss: Learn only what the assistant says. Rows of prompt and completion
             texts: only the completion.
         key: The recipe key, for messages.
         completion_only_loss: For rows of prompt and completion: learn only the completion.
+        method: What they are for; it decides which forms there are.
         console: Where to show a bar, if that is a terminal; None shows none.
 
     Raises:
         DataError: If the rows have no one form, a row is malformed, the tokenizer lacks what the
             form needs, or no row is left.
     """
-    form = row_form(dataset.column_names, key=key)
+    form = row_form(dataset.column_names, key=key, method=method)
     _check_tokenizer(dataset, form, tokenizer, key=key)
     if form is RowForm.TEXT and assistant_only_loss:
         raise DataError(
@@ -128,14 +133,24 @@ def tokenize_rows(
     for number, row in enumerate(rows, start=1):
         try:
             check_row(row, form)
-            builder.add(
-                None if is_empty(row, form) else row_tokens(row, form, tokenizer, supervision)
-            )
+            tokens = None if is_empty(row, form) else _tokens_of(row, form, tokenizer, supervision)
+            builder.add(number, tokens)
         except DataError as error:
             raise DataError(f"{key}: row {number}: {error}") from None
     return builder.finished(
         key=key, form=form, unused=tuple(n for n in dataset.column_names if n not in used)
     )
+
+
+def _tokens_of(
+    row: Mapping[str, Any],
+    form: RowForm,
+    tokenizer: PreTrainedTokenizerBase,
+    supervision: Supervision,
+) -> RowTokens | AnsweredTokens:
+    if form in FORMS["sft"]:
+        return row_tokens(row, form, tokenizer, supervision)
+    return answered_tokens(row, form, tokenizer)
 
 
 def check_enough_rows(num_rows: int, *, rows_per_step: int, key: str) -> None:
@@ -161,23 +176,24 @@ class _Builder:
 
     def __init__(self, max_length: int | None) -> None:
         self._max_length = max_length
-        self._chunk: list[RowTokens] = []
+        self._chunk: list[RowTokens | AnsweredTokens] = []
         self._batches: list[pa.RecordBatch] = []
         self._hash = hashlib.sha256()
         self._counts: Counter[str] = Counter()
+        self._dropped: dict[str, list[int]] = {why: [] for why in _WHY}
 
-    def add(self, tokens: RowTokens | None) -> None:
+    def add(self, number: int, tokens: RowTokens | AnsweredTokens | None) -> None:
         """Take one row, or None for an empty one."""
-        if tokens is None or not tokens.input_ids:
-            self._counts["empty"] += 1
+        if tokens is None or not tokens.num_tokens:
+            self._dropped["empty"].append(number)
             return
         kept = tokens.cut(self._max_length)
-        if not kept.num_supervised:
-            self._counts["unsupervised"] += 1
+        if kept.useless:
+            self._dropped[kept.useless].append(number)
             return
         self._counts["rows"] += 1
-        self._counts["truncated"] += len(kept.input_ids) < len(tokens.input_ids)
-        self._counts["tokens"] += len(kept.input_ids)
+        self._counts["truncated"] += kept.num_tokens < tokens.num_tokens
+        self._counts["tokens"] += kept.num_tokens
         self._counts["supervised"] += kept.num_supervised
         self._chunk.append(kept)
         if len(self._chunk) == _CHUNK_ROWS:
@@ -188,12 +204,13 @@ class _Builder:
         counts = self._counts
         if not counts["rows"]:
             raise DataError(
-                f"{key}: no row is left to train on: {counts['empty']} empty, "
-                f"{counts['unsupervised']} without a supervised token{_within(self._max_length)}"
+                f"{key}: no row is left to train on: "
+                f"{_say_dropped(self._dropped, self._max_length)}"
                 f"{'; raise train.max_length' if self._max_length else ''}"
             )
-        self._flush()
-        table = pa.Table.from_batches(self._batches, schema=_SCHEMA)
+        if self._chunk:
+            self._flush()
+        table = pa.Table.from_batches(self._batches)
         digest = self._hash.hexdigest()
         return TokenizedRows(
             dataset=Dataset(InMemoryTable(table), fingerprint=digest[:16]),
@@ -202,8 +219,7 @@ class _Builder:
             unused_columns=unused,
             max_length=self._max_length,
             num_rows=counts["rows"],
-            num_empty=counts["empty"],
-            num_unsupervised=counts["unsupervised"],
+            dropped={why: tuple(numbers) for why, numbers in self._dropped.items()},
             num_truncated=counts["truncated"],
             num_tokens=counts["tokens"],
             num_supervised_tokens=counts["supervised"],
@@ -211,22 +227,25 @@ class _Builder:
         )
 
     def _flush(self) -> None:
-        columns = {
-            "input_ids": [row.input_ids for row in self._chunk],
-            "labels": [row.labels for row in self._chunk],
-        }
         for row in self._chunk:
-            self._hash.update(array("q", [len(row.input_ids), *row.input_ids, *row.labels]))
-        self._batches.append(pa.RecordBatch.from_pydict(columns, schema=_SCHEMA))
+            self._hash.update(array("q", row.numbers()))
+        rows = [row.columns for row in self._chunk]
+        columns = {
+            name: pa.array([row[name] for row in rows], type=_type_of(value))
+            for name, value in rows[0].items()
+        }
+        self._batches.append(pa.RecordBatch.from_pydict(columns))
         self._chunk = []
+
+
+def _type_of(value: object) -> pa.DataType:
+    return pa.bool_() if isinstance(value, bool) else pa.list_(pa.int32())
 
 
 def _check_tokenizer(
     dataset: Dataset, form: RowForm, tokenizer: PreTrainedTokenizerBase, *, key: str
 ) -> None:
-    is_chat = form is RowForm.MESSAGES or (
-        form is RowForm.PROMPT_COMPLETION and not isinstance(dataset[0]["prompt"], str)
-    )
+    is_chat = form is RowForm.MESSAGES or isinstance(dataset[0][form.columns[0]], list)
     if is_chat and not tokenizer.chat_template:
         raise DataError(
             f"{key}: rows are messages, but the tokenizer has no chat template; take the model's "
@@ -245,6 +264,18 @@ def _shown(
     if console is None or not console.is_terminal:
         return iter(rows)
     return iter(track(rows, f"tokenising {key}", console=console, transient=True))
+
+
+def _say_dropped(dropped: Mapping[str, Sequence[int]], max_length: int | None) -> str:
+    """How many of each kind, and which: ``2 empty (rows 3, 7)``."""
+    parts = []
+    for why, numbers in dropped.items():
+        if numbers:
+            said = _WHY[why].format(within=_within(max_length))
+            more = ", ..." if len(numbers) > _NUM_NAMED else ""
+            named = ", ".join(f"{number:,}" for number in numbers[:_NUM_NAMED]) + more
+            parts.append(f"{len(numbers):,} {said} (row{'s' * (len(numbers) > 1)} {named})")
+    return ", ".join(parts)
 
 
 def _within(max_length: int | None) -> str:

@@ -1,8 +1,10 @@
 """What a run measured of itself: one JSON object per logged step, unrounded, in metrics.jsonl.
 
 Objects of training steps: step, loss, grad_norm, learning_rate, tokens_per_s, peak_bytes. Objects
-of evaluations: step, eval_loss. The trainer hands its numbers to callbacks as Python floats, not
-rounded (transformers 5.24), and Python writes a float in the digits that give it back exactly.
+of evaluations: step, eval_loss. Where answers are preferred, both have rewards/chosen, /rejected,
+/margins and DPO's /accuracies as well, those of an evaluation with eval_ before them. The trainer
+hands its numbers to callbacks as Python floats, not rounded (transformers 5.24), and Python writes
+a float in the digits that give it back exactly.
 """
 
 import json
@@ -139,8 +141,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         record = {"step": state.global_step}
         if "loss" in logs:
             record |= {name: logs[name] for name in _TRAINED if name in logs}
+            record |= {name: logs[name] for name in logs if name.startswith("rewards/")}
             record |= {"tokens_per_s": self._tokens_per_s(state), "peak_bytes": _peak_bytes()}
-        record |= {name: value for name, value in logs.items() if _is_eval_loss(name)}
+        record |= {name: value for name, value in logs.items() if _is_evaluated(name)}
         if len(record) == 1:
             return  # the totals at the end of training
         if self._is_writer:
@@ -178,8 +181,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 _TRAINED = ("loss", "grad_norm", "learning_rate")
 
 
-def _is_eval_loss(name: str) -> bool:
-    return name.startswith("eval_") and name.endswith("loss")
+def _is_evaluated(name: str) -> bool:
+    return name.startswith("eval_") and (name.endswith("loss") or "rewards/" in name)
 
 
 def _check_arguments(args: TrainingArguments) -> None:

@@ -79,6 +79,11 @@ def record_line(record: Mapping[str, float], num_steps: int) -> str:
     for name, value in record.items():
         if name.endswith("loss"):
             parts.append(f"{name} {value:.4g}")
+    for name, value in record.items():
+        if name.endswith("rewards/margins") and value is not None:
+            parts.append(f"margin {value:.3g}")
+        if name.endswith("rewards/accuracies") and value is not None:
+            parts.append(f"accuracy {value:.2f}")
     shown = {
         "grad_norm": "grad_norm {:.3g}",
         "learning_rate": "lr {:.1e}",

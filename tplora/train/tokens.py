@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from tplora.train.chat import Chat
 from tplora.train.row_form import RowForm
 
-__all__ = ["IGNORED", "RowTokens", "Supervision", "row_tokens"]
+__all__ = [
+    "IGNORED",
+    "RowTokens",
+    "Supervision",
+    "num_common",
+    "row_tokens",
+    "template_options",
+    "text_ids",
+]
 
 IGNORED = -100
 """The label of a token that the loss leaves out; torch's and transformers' own number."""
@@ -30,6 +38,25 @@ class RowTokens:
     def num_supervised(self) -> int:
         """How many tokens the loss is taken over."""
         return sum(label != IGNORED for label in self.labels)
+
+    @property
+    def columns(self) -> dict[str, list[int]]:
+        """The row as it is trained on."""
+        return {"input_ids": self.input_ids, "labels": self.labels}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return len(self.input_ids)
+
+    @property
+    def useless(self) -> str | None:
+        """Why nothing can be learned from the row, or None."""
+        return None if self.num_supervised else "unsupervised"
+
+    def numbers(self) -> list[int]:
+        """Every id and label, for a hash."""
+        return [len(self.input_ids), *self.input_ids, *self.labels]
 
     def cut(self, max_length: int | None) -> "RowTokens":
         """Keep the first `max_length` tokens."""
@@ -58,9 +85,9 @@ def row_tokens(
         DataError: If the chat template cannot render it, or what the assistant said cannot be told
             from the rest.
     """
-    options = _template_options(row)
+    options = template_options(row)
     if form is RowForm.TEXT:
-        ids = _text_ids(row["text"], tokenizer, ends=True)
+        ids = text_ids(row["text"], tokenizer, ends=True)
         return _labelled(ids, [(0, len(ids))])
     if form is RowForm.MESSAGES:
         chat = Chat(row["messages"], tokenizer, options)
@@ -82,7 +109,8 @@ def _chat_completion(chat: Chat, supervision: Supervision, *, num_prompt: int) -
     return _labelled(chat.ids, [(max(start, first), last) for first, last in spans])
 
 
-def _template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What else a row gives the chat template."""
     options = dict(row.get("chat_template_kwargs") or {})
     if row.get("tools"):
         options["tools"] = row["tools"]
@@ -92,15 +120,16 @@ def _template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 def _text_completion(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, supervision: Supervision
 ) -> RowTokens:
-    ids = _text_ids(prompt + completion, tokenizer, ends=True)
+    ids = text_ids(prompt + completion, tokenizer, ends=True)
     if not (supervision.completion_only or supervision.assistant_only):
         return _labelled(ids, [(0, len(ids))])
     # A token may straddle the border; it holds the completion's first characters, so it is learned.
-    start = _num_common(_text_ids(prompt, tokenizer, ends=False), ids)
+    start = num_common(text_ids(prompt, tokenizer, ends=False), ids)
     return _labelled(ids, [(start, len(ids))])
 
 
-def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, ends: bool) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, ends: bool) -> list[int]:
+    """Tokens of a text, special ones as the tokenizer adds them; at its end one end, if any."""
     if ends and not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
     ids = list(tokenizer(text, verbose=False)["input_ids"])
@@ -117,6 +146,7 @@ def _labelled(ids: list[int], spans: Sequence[tuple[int, int]]) -> RowTokens:
     return RowTokens(input_ids=ids, labels=labels)
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first numbers are the same."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""What trl's SFTTrainer lacks for a model that is cut over ranks, as a small subclass.
+"""What trl's trainers lack for a model that is cut over ranks, as small subclasses.
 
-An unmodified SFTTrainer trains a tplora model right. This one adds the proofs before and during
-training, computes the loss on the head's shards, counts evaluation rows once, and stops at the
-first number that is not finite.
+Unmodified trainers train a tplora model right. These add the proofs before and during training,
+compute the loss on the head's shards, count evaluation rows once, and stop at the first number that
+is not finite.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl import SFTTrainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from tplora.adapter.head.fused import install_fused_head
 from tplora.errors import TrainError
 from tplora.train.agreement import check_finite, check_rows, check_same_replicas
-from tplora.train.checkpoint import ResumesAtAnySize
+from tplora.train.answer_counting import CountsAnswersOnce
+from tplora.train.best import KeepsBest
 from tplora.train.counting import CountsOnce
 from tplora.train.optimizers import create_loraplus_optimizer
-from tplora.upstream import trl_without_head_check
+from tplora.upstream import TakesTokenizedRows, trl_without_head_check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trl import SFTConfig
+    from transformers import TrainingArguments
 
     from tplora.adapter.model import TploraModel
 
-__all__ = ["TploraSFTTrainer"]
+__all__ = ["TploraDPOTrainer", "TploraKTOTrainer", "TploraSFTTrainer", "TrainsCutModel"]
 
 
-class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignore[misc]
-    """Trl's supervised fine-tuning, over a tplora model. Its checkpoints resume at any tp_size.
+class TrainsCutModel:
+    """Put before one of trl's trainers: proofs, the loss on the head's shards, LoRA+.
 
     Args:
         model: What ``attach_adapter`` returned.
@@ -41,11 +42,11 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         loraplus_lr_ratio: LoRA+: B's learning rate over A's; every factor has the same when left
             out.
         loraplus_lr_embedding: LoRA+'s learning rate of embeddings' factors.
-        kwargs: What SFTTrainer takes; ``args.parallelism_config`` is ``parallelism_config(model)``.
+        kwargs: What it takes; ``args.parallelism_config`` is ``parallelism_config(model)``.
     """
 
     def __init__(
-        self,
+        self: Any,
         model: TploraModel,
         *,
         check_every_steps: int = 50,
@@ -56,24 +57,28 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         self._loraplus = loraplus_lr_ratio, loraplus_lr_embedding
         _check_loss(kwargs.get("args"))
         base = model.get_base_model()
+        parent: Any = super()
         with trl_without_head_check(base), _without_smoothing(kwargs.get("args")) as smoothing:
-            super().__init__(model=model, **kwargs)
+            parent.__init__(model=model, **kwargs)
         install_fused_head(base, smoothing=smoothing)
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's, or LoRA+'s over the same one."""
         ratio, lr_embedding = self._loraplus
         if getattr(self, "optimizer", None) is None and ratio is not None:
             self.optimizer: Any = create_loraplus_optimizer(
                 self.model, self.args, lr_ratio=ratio, lr_embedding=lr_embedding
             )
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        parent: Any = super()
+        optimizer: torch.optim.Optimizer = parent.create_optimizer(*args, **kwargs)
         return optimizer
 
-    def training_step(self, model: TploraModel, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
+    def training_step(
+        self: Any, model: TploraModel, inputs: dict[str, Any], *args: Any
+    ) -> torch.Tensor:
         """One micro-batch; first of its step, it is preceded by the proofs when they are due."""
         step: int = self.state.global_step
         is_due = step % self._check_every_steps == 0 or self._last_checked_step < 0
@@ -81,7 +86,8 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
             self._last_checked_step = step
             check_rows(self._prepare_inputs(inputs), self.model, step=step + 1)
             check_same_replicas(self.model, step=step)
-        loss: torch.Tensor = super().training_step(model, inputs, *args)
+        parent: Any = super()
+        loss: torch.Tensor = parent.training_step(model, inputs, *args)
         self._step_loss = self._step_loss + loss.detach()  # no wait for the device until it steps
         if self.accelerator.sync_gradients:
             of_ranks = self._gather_ranks(self._step_loss)
@@ -89,14 +95,47 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
             self._step_loss = torch.zeros(())
         return loss
 
-    def _clip_grad_norm(self, model: TploraModel) -> Any:
-        norm = super()._clip_grad_norm(model)
+    def _clip_grad_norm(self: Any, model: TploraModel) -> Any:
+        parent: Any = super()
+        norm = parent._clip_grad_norm(model)
         step = self.state.global_step + 1
         check_finite(float(norm), what="the gradient norm", step=step)
         return norm
 
 
-def _check_loss(args: SFTConfig | None) -> None:
+class TploraSFTTrainer(TrainsCutModel, KeepsBest, CountsOnce, SFTTrainer):  # type: ignore[misc]
+    """Trl's supervised fine-tuning, over a tplora model. Its checkpoints resume at any tp_size.
+
+    Takes what ``TrainsCutModel`` and SFTTrainer take.
+    """
+
+
+class TploraDPOTrainer(
+    TrainsCutModel,
+    KeepsBest,
+    CountsAnswersOnce,
+    TakesTokenizedRows,
+    DPOTrainer,  # type: ignore[misc]
+):
+    """Trl's preference optimization, over a tplora model. Its checkpoints resume at any tp_size.
+
+    The reference is the adapter as it is when the trainer is built, which trl copies into the
+    frozen adapter "ref": the base, for an adapter that is new. Takes what ``TrainsCutModel`` and
+    DPOTrainer take; ``args.loss_type`` is one that looks at each pair alone, over data axes.
+    """
+
+
+class TploraKTOTrainer(
+    TrainsCutModel,
+    KeepsBest,
+    CountsAnswersOnce,
+    TakesTokenizedRows,
+    KTOTrainer,  # type: ignore[misc]
+):
+    """Trl's training on single rated answers, over a tplora model; see ``TploraDPOTrainer``."""
+
+
+def _check_loss(args: TrainingArguments | None) -> None:
     """Refuse what would take another loss than the head's shards give."""
     if args is None:
         return
@@ -105,15 +144,16 @@ def _check_loss(args: SFTConfig | None) -> None:
             "use_liger_kernel = true: replaces the code of layers that are cut over ranks; set it "
             "to false: the loss holds no whole logits without it"
         )
-    if args.label_smoothing_factor and args.loss_type != "nll":
+    loss_type = getattr(args, "loss_type", "nll")
+    if args.label_smoothing_factor and loss_type != "nll":
         raise TrainError(
             f"label_smoothing_factor = {args.label_smoothing_factor:g}: trl smooths no loss but "
-            f'"nll", and loss_type is "{args.loss_type}"; leave one of them out'
+            f'"nll", and loss_type is {loss_type!r}; leave one of them out'
         )
 
 
 @contextlib.contextmanager
-def _without_smoothing(args: SFTConfig | None) -> Iterator[float]:
+def _without_smoothing(args: TrainingArguments | None) -> Iterator[float]:
     """While open, trl is not asked to smooth labels, for which it runs the model twice.
 
     Yields what it was asked for; the fused head does it.

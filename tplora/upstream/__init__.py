@@ -42,6 +42,7 @@ from tplora.upstream.peft_wrappers import (
 )
 from tplora.upstream.trainers import (
     CpuParallelismConfig,
+    TakesTokenizedRows,
     load_rng_file,
     note_callback_states,
     remove_old_checkpoints,
@@ -53,6 +54,7 @@ from tplora.upstream.trainers import (
 __all__ = [
     "MENDED_STYLES",
     "CpuParallelismConfig",
+    "TakesTokenizedRows",
     "adapter_target_names",
     "auto_class",
     "auto_class_of",

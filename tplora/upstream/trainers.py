@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CpuParallelismConfig",
+    "TakesTokenizedRows",
     "TrlFusedHead",
     "load_rng_file",
     "note_callback_states",
@@ -72,6 +73,19 @@ class CpuParallelismConfig(ParallelismConfig):  # type: ignore[misc]
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size != accelerator.num_processes:
             super()._validate_accelerator(accelerator)
+
+
+class TakesTokenizedRows:
+    """Put before trl's DPOTrainer or KTOTrainer: rows that are tokens already stay as they are.
+
+    ``_prepare_dataset`` (trl 1.16) knows no such rows, though SFTTrainer's and RewardTrainer's do.
+    """
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if "prompt_ids" in (dataset.column_names or ()):
+            return dataset
+        parent: Any = super()
+        return parent._prepare_dataset(dataset, *args, **kwargs)
 
 
 @contextlib.contextmanager
