@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import datasets
-from tplora.train.head import install_fused_head
 from transformers import PrinterCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
@@ -11,6 +10,7 @@ from tests.axes.running import Mesh, load_on
 from tests.models import CUT, InDouble, load_plain, lora
 from tests.train.tiny_tokenizer import tiny_tokenizer
 from tests.train.training import logged_numbers
+from tplora.adapter.head.fused import install_fused_head
 from tplora.train.parallelism import parallelism_config
 from tplora.train.trainer import TploraDPOTrainer, TploraKTOTrainer
 
