@@ -90,6 +90,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
+        self.card_details: dict[str, str] = {}
+        self.card_license: str | None = None
         self.data = data_axis(model, tp_size=plan.tp_size)
         self.sync = (
             None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
@@ -231,7 +233,13 @@ class TploraModel(PeftModel):  # type: ignore[misc]
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
         loads = auto_class(self.get_base_model().config).__name__
-        text = card_text(self.peft_config["default"], self.card_facts, auto_class=loads)
+        text = card_text(
+            self.peft_config["default"],
+            self.card_facts,
+            auto_class=loads,
+            details=self.card_details,
+            license_name=self.card_license,
+        )
         (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
 
     def save_pretrained(
