@@ -68,11 +68,24 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
+OPTIONS = {
+    "dora": {"use_dora": True},
+    "dora-rs": {"use_dora": True, "use_rslora": True},
+    "dora-dropped": {"use_dora": True, "dropout": 0.3},
+    "lora-bias": {"lora_bias": True},
+    "bias": {"bias": "all"},
+    "activated": {"alora_invocation_tokens": [5, 6]},
+}
+"""Kinds of LoRA that plain PEFT has on quantised layers."""
+
+
 def lora_on(targets: str) -> LoraConfig:
-    """An adapter by a name of ``tests.models.TARGETS``, or on attention and more.
+    """An adapter by a name of ``tests.models.TARGETS`` or ``OPTIONS``, or on attention and more.
 
     Of a mixture of experts plain PEFT takes "all-linear" for the experts, too.
     """
+    if targets in OPTIONS:
+        return lora(**OPTIONS[targets])
     if targets == "attention":
         return lora(target_modules=ATTENTION)
     if targets == "experts":

@@ -36,11 +36,27 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
 NAMES = tuple(_CHANGES)
+_HEADS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "model_type": "gemma2",
+        "final_logit_softcapping": 1.5,
+        "query_pre_attn_scalar": 10,
+    },
+    "cohere": {"model_type": "cohere", "logit_scale": 0.25},
+    "granite": {"model_type": "granite", "logits_scaling": 4.0},
+    "bamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [0, 1],
+        "mamba_n_heads": 4,
+        "z_loss_coefficient": 0.3,
+    },
+}
+"""Models that do something to their logits, or add to their loss."""
 
 
 def tiny_config(name: str, *, heads: tuple[int, int] = (12, 6), **changes: Any) -> PretrainedConfig:
     """The config of tiny model ``name``; ``heads`` are attention heads and key-value heads."""
-    settings: dict[str, Any] = _COMMON | _CHANGES[name]
+    settings: dict[str, Any] = _COMMON | (_CHANGES | _HEADS)[name]
     settings |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], **changes}
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -86,6 +86,28 @@ def finetune(
             "--resume", help="Go on from the folder's last checkpoint, over any [parallel] sizes."
         ),
     ] = False,
+    resume_or_start: Annotated[
+        bool,
+        typer.Option(
+            "--resume-or-start",
+            help="Go on from it if there is one, else start: a command to give a scheduler.",
+        ),
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How often to go on from the last checkpoint after a process failed."
+        ),
+    ] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that train together.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="This machine's number, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of node 0, where the nodes meet.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of each machine.", show_default="from [parallel]"),
+    ] = None,
     prepared: Annotated[bool, typer.Option("--prepared", hidden=True)] = False,
 ) -> None:
     """Train an adapter: on every GPU, or on the CPU.
@@ -93,26 +115,42 @@ def finetune(
     Starts the processes itself: parallel.tp_size of them for each copy of the model; "auto" is one
     for each GPU. Works inside torchrun, too.
     """
+    from tplora.launch.nodes import Nodes
     from tplora.mesh import current_processes
-    from tplora.plan.axes import fill_world
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import finetune_from_here, prepare_rank, train
+    from tplora.run.start import Start
+    from tplora.terminal.steps import finetune_from_here, finetune_in_rank
 
-    if resume and overwrite:
+    start = Start(resume=resume, or_begin=resume_or_start, overwrite=overwrite)
+    if start.goes_on and overwrite:
         raise typer.BadParameter(
-            "keeps the run that --overwrite would replace", param_hint="--resume"
+            "keeps the run that --overwrite would replace",
+            param_hint="--resume" if resume else "--resume-or-start",
         )
     asked = read_recipe(recipe, set_ or [])
     folder = output or Path("runs") / asked.name
-    processes = current_processes()
-    if not processes.is_launched:
-        finetune_from_here(asked, folder, overrides=set_ or [], overwrite=overwrite, resume=resume)
+    nodes = Nodes(
+        num_nodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+        processes_per_node=nproc_per_node,
+    )
+    if not current_processes().is_launched:
+        finetune_from_here(
+            asked,
+            folder,
+            overrides=set_ or [],
+            start=start,
+            nodes=nodes,
+            max_restarts=max_restarts,
+        )
         return
-    axes, rank = fill_world(processes.world_size, asked.parallel), processes.rank
-    if prepared or prepare_rank(
-        asked, folder, rank=rank, axes=axes, overwrite=overwrite, resume=resume
-    ):
-        train(asked, folder, rank=rank, resume=resume)
+    if nodes != Nodes() or max_restarts:
+        raise typer.BadParameter(
+            "torchrun has started this process: give it torchrun, under the same name",
+            param_hint="--nnodes, --node-rank, --rdzv-endpoint, --nproc-per-node, --max-restarts",
+        )
+    finetune_in_rank(asked, folder, start=start, is_prepared=prepared)
 
 
 @app.command()
@@ -145,24 +183,66 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
 
 @app.command()
 def export(
-    run: RunPath,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, an adapter's, or a hub id.")
+    ],
     merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base's folder or hub id.", show_default="what it was trained on"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH=WEIGHT", help="A further adapter, to merge as well. Can be repeated."
+        ),
+    ] = None,
+    weight: Annotated[float, typer.Option(help="Of RUN's own adapter.")] = 1.0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the result, as float16.", show_default="the base's")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUT holds.")] = False,
+    into: Annotated[
+        Literal["auto", "dequantized", "original"],
+        typer.Option(
+            help="Of a base that was quantised: its weights as the model saw them, or as they "
+            "were before.",
+            show_default="dequantized",
+        ),
+    ] = "auto",
+    evaluate: Annotated[
+        bool, typer.Option(help="Of a base that was quantised: evaluate the merged model.")
+    ] = True,
 ) -> None:
-    """Merge a run's adapter into its base: a model that needs no PEFT."""
-    from tplora.artifact.merge import merge_adapter
-    from tplora.run.base import find_base
-    from tplora.run.folder import find_adapter
-    from tplora.terminal.show import say
+    """Merge a run's adapter into its base: a model that needs no PEFT.
 
-    adapter = find_adapter(run)
-    base = find_base(run, adapter, progress=say)
-    merge_adapter(
-        base.path, adapter, merged, revision=base.revision, overwrite=overwrite, progress=say
-    )
+    Goes on where a merge that was stopped has been.
+    """
+    from tplora.run.evaluate import say_merged_loss
+    from tplora.run.export import find_parts, merge_parts
+    from tplora.run.merging import base_to_merge_into
+    from tplora.terminal.show import byte_bar, say
+
+    parts = find_parts(run, base=base, weight=weight, others=adapter or [], progress=say)
+    with (
+        base_to_merge_into(parts.base, merged, into=into, progress=say) as source,
+        byte_bar() as on_bytes,
+    ):
+        report = merge_parts(
+            parts.with_base(source.path),
+            merged,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=say,
+            on_bytes=on_bytes,
+        )
+    if report.unchanged:
+        say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
     say(f"merged model: {merged}", style="green")
-    if base.quantization is not None:
-        say("it holds the base as it was before it was quantised, which was not trained on")
+    if source.note:
+        say(source.note)
+        if evaluate:
+            say_merged_loss(Path(run), merged, parts.base, say=say)
 
 
 @app.command()
@@ -171,13 +251,17 @@ def verify(run: RunPath) -> None:
     from tplora.artifact.verify import verify_adapter
     from tplora.errors import ArtifactError
     from tplora.run.base import find_base
-    from tplora.run.folder import PROBE, find_adapter
+    from tplora.run.folder import find_adapter, find_probe
     from tplora.terminal.show import say, show_table
 
     adapter = find_adapter(run)
     base = find_base(run, adapter, progress=say)
     found = verify_adapter(
-        adapter, base.path, run / PROBE, dtype=base.dtype, quantization=base.quantization
+        adapter,
+        base.path,
+        find_probe(run, adapter),
+        dtype=base.dtype,
+        quantization=base.quantization,
     )
     show_table(
         [

@@ -10,6 +10,7 @@ __all__ = [
     "DataError",
     "LaunchError",
     "PlanError",
+    "PreemptedError",
     "RecipeError",
     "ShardError",
     "SourceError",
@@ -52,6 +53,10 @@ class DataError(TploraError):
 
 class TrainError(TploraError):
     """Training has to stop: a non-finite number, or ranks that no longer agree."""
+
+
+class PreemptedError(TploraError):
+    """The run was asked to end and did; it goes on when it is started again."""
 
 
 class ArtifactError(TploraError):

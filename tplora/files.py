@@ -7,15 +7,22 @@ moment between two renames, nothing. Never a half.
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tplora.errors import ArtifactError
+from tplora.errors import ArtifactError, TploraError
 
-__all__ = ["check_writable", "file_written_aside", "write_text_aside", "written_aside"]
+__all__ = [
+    "check_writable",
+    "file_written_aside",
+    "kept_aside",
+    "write_text_aside",
+    "written_aside",
+]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,6 +53,50 @@ def written_aside(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             _sync(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kept_aside(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """As ``written_aside``, but what a killed process leaves is there for the next one to go on.
+
+    The folder is always the same hidden sibling, and one process at a time has it. It stays when
+    the block is interrupted, and goes when the block ends with an error of ours.
+
+    Raises:
+        ArtifactError: As ``written_aside``, or if another process is writing.
+    """
+    target = _final_place(target)
+    _check_free(target, overwrite=overwrite, folder=True)
+    aside = target.with_name(f".{target.name[:100]}.aside")
+    with _as_artifact_error(target):
+        aside.mkdir(parents=True, exist_ok=True)
+    with _locked(aside, target):
+        try:
+            with _disk_full_as_artifact_error(target):
+                yield aside
+            with _as_artifact_error(target):
+                _settle_folder(aside)
+                _rename_folder(aside, target, overwrite=overwrite)
+                _sync(target.parent)
+        except TploraError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """The system lets go of the lock when the process ends, however it does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ArtifactError(
+                f"{target}: another process is writing it; wait for it or name another place"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,27 @@ import torch.distributed as dist
 from tplora.errors import LaunchError
 
 __all__ = [
+    "PREEMPTED",
     "Processes",
+    "are_restarts_possible",
     "child_environment",
     "current_processes",
     "join_process_group",
+    "largest_of_ranks",
     "leave_process_group",
+    "num_restarts",
+    "tell_all",
 ]
+
+PREEMPTED = 75
+"""What a process exits with that was asked to end and saved a checkpoint.
+
+EX_TEMPFAIL of sysexits.h, "try again later": unlike 128 + 15 it says that nothing is lost, and a
+scheduler may start the run again.
+"""
+
+# A rank that writes takes as long as its disk does, and one that dies ends the wait at once.
+_PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +106,79 @@ def join_process_group(processes: Processes, *, timeout_s: float = 600) -> torch
     return device
 
 
+def num_restarts() -> int:
+    """How often the processes of this run have been started before, as torchrun counts them."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def are_restarts_possible() -> bool:
+    """Whether whoever started this process will start it again should it fail."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def tell_all(value: Any) -> Any:
+    """What the first rank of the world gives, on every rank; waits for as long as that takes.
+
+    Collective. Not bound by the timeout of the other collectives: a rank waits here for another's
+    disk. A rank that dies ends the wait.
+    """
+    group = _patient_group()
+    if group is None:
+        return value
+    told = [value]
+    dist.broadcast_object_list(told, src=0, group=group, device=torch.device("cpu"))
+    return told[0]
+
+
+def largest_of_ranks(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. Collective; 8 bytes, on the CPU."""
+    group = _patient_group()
+    if group is None:
+        return number
+    found = torch.tensor(number)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
+def _patient_group() -> dist.ProcessGroup | None:
+    """All ranks over gloo, whatever the others use: it needs no device and waits patiently.
+
+    Made when first asked for, by all ranks at once; None for a process alone.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _patient and _is_alive(_patient[0]):
+        return _patient[0]
+    _patient[:] = [dist.new_group(backend="gloo", timeout=_PATIENCE)]
+    return _patient[0]
+
+
+_patient: list[dist.ProcessGroup] = []
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:  # it was ended, with the world or by itself
+        return False
+
+
 def leave_process_group() -> None:
     """Leave the process group if this process is in one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def child_environment(num_processes: int) -> dict[str, str]:
+def child_environment(num_processes: int, *, is_on_loopback: bool = True) -> dict[str, str]:
     """What each of ``num_processes`` ranks on this machine gets, except what the user has set.
 
-    Its share of the cores, and libraries that keep their advice to themselves: with several ranks
-    every notice would come several times.
+    Args:
+        num_processes: Ranks on this machine.
+        is_on_loopback: Whether all ranks of the run are on it.
+
+    Returns:
+        Its share of the cores, and libraries that keep their advice to themselves: with several
+        ranks every notice would come several times.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     wanted = {
@@ -113,6 +191,6 @@ def child_environment(num_processes: int) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    if sys.platform == "linux":
+    if sys.platform == "linux" and is_on_loopback:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may resolve to nowhere
     return {name: value for name, value in wanted.items() if name not in os.environ}

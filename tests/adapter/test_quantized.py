@@ -8,6 +8,8 @@ by its own size, and so makes rounding of one that is nearly zero into a step as
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import dora
+from peft.utils.integrations import dequantize_bnb_weight
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +25,7 @@ from tests.quantized import (
 )
 from tplora.adapter import linear
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.variants import dora as our_dora
 from tplora.base import quantized_product
 from tplora.base.load import check_shards
 from tplora.errors import PlanError
@@ -31,6 +34,8 @@ pytestmark = pytest.mark.world
 
 LOSS, GRADIENT = 1e-5, 1e-4
 LEARNING_RATE = 0.1
+PLANTED = (5, 6)
+"""An invocation of aLoRA, in two of three rows."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def _train(model, see, num_steps=STEPS, checkpointing=False):
     optimizer = torch.optim.SGD(trained.values(), lr=LEARNING_RATE)
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
-        loss = model(**batches(1)[0]).loss
+        loss = model(**batches(1, PLANTED)[0]).loss
         loss.backward()
         see(f"step {step}: loss", loss)
         for name, parameter in trained.items():
@@ -77,10 +82,22 @@ def _train(model, see, num_steps=STEPS, checkpointing=False):
         see(f"{name} after step {num_steps}", parameter)
 
 
+def _as_on_a_gpu(patch):
+    """On a CPU PEFT's DoRA puts an 8-bit weight back without its scales, and runs once (0.21)."""
+
+    def dequantize(module):
+        return dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))
+
+    patch.setattr(dora, "dequantize_module_weight", dequantize)
+
+
 def _record(path, method, targets, file):
     seen = {}
-    model = plain_adapted(path, method, targets)
-    _train(model, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
+    is_drawn = targets.endswith("dropped")  # PEFT's masks are others
+    model = (adapted if is_drawn else plain_adapted)(path, method, targets)
+    with pytest.MonkeyPatch.context() as patch:
+        _as_on_a_gpu(patch)
+        _train(model, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
     losses = [float(seen[f"step {k}: loss"]) for k in (1, STEPS)]
     assert losses[1] < losses[0] - 0.1, f"nothing is learnt: {losses}"
     save_file(seen, file)
@@ -136,6 +153,27 @@ def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):
 
 
 @pytest.mark.parametrize(
+    ("size", "name", "method", "option"),
+    [
+        (2, "llama_bias", "nf4-double", "dora"),
+        (3, "llama_bias", "int8", "dora"),
+        (3, "phi3", "nf4", "dora-rs"),
+        (3, "llama_bias", "nf4", "dora-dropped"),
+        (2, "llama_bias", "int8", "bias"),
+        (3, "llama_bias", "nf4", "bias"),
+        (3, "llama_bias", "nf4-double", "lora-bias"),
+        (2, "llama_bias", "int8", "lora-bias"),
+        (2, "llama_bias", "nf4", "activated"),
+    ],
+)
+def test_each_kind_of_lora_that_peft_has_equals_its_own(
+    world_of, recorded, size, name, method, option
+):
+    path, file = recorded(name, method, option)
+    world_of(size).run(_is_the_run_alone, path, method, option, file)
+
+
+@pytest.mark.parametrize(
     ("size", "name", "method"), [(3, "llama_bias", "fp4"), (2, "phi3", "int8")]
 )
 def test_linears_without_an_adapter_equal_plain_peft(world_of, recorded, size, name, method):
@@ -155,7 +193,7 @@ def test_one_process_equals_plain_peft(alone, recorded):
 
 
 def _communication(path, method, targets):
-    model, batch = adapted(path, method, targets), batches(1)[0]
+    model, batch = adapted(path, method, targets), batches(1, PLANTED)[0]
     model(**batch).loss.backward()
     outputs = []
     forward = count_collectives(lambda: outputs.append(model(**batch)))
@@ -172,10 +210,10 @@ def test_a_decoder_layer_takes_two_collectives_each_way(world, wide, method):
         assert backward == {"all_reduce": 2 * 2 + 1 - 1 + 1}  # head; frozen embedding; bucket
 
 
-def _broken(path, method, file, break_it):
+def _broken(path, method, targets, file, break_it):
     with pytest.MonkeyPatch.context() as patch:
         break_it(patch)
-        return _differences(path, method, "query", file, num_steps=1)[0]
+        return _differences(path, method, targets, file, num_steps=1)[0]
 
 
 def _without_input_gradients(patch):
@@ -199,17 +237,36 @@ def _with_gradients_of_rounded_codes(patch):
     patch.setattr(quantized_product._EightBitProduct, "backward", staticmethod(broken))
 
 
+def _with_norms_of_the_unscaled_weight(patch):
+    def dequantize(module, dtype, original=our_dora.dequantize):
+        return original(module, dtype) * 1.01
+
+    patch.setattr(our_dora, "dequantize", dequantize)
+
+
+def _with_biases_that_forget_rows(patch):
+    backward = quantized_product._EightBitProduct.backward
+
+    def broken(ctx, grad):
+        *others, bias = backward(ctx, grad)
+        return *others, None if bias is None else grad[0].sum(dim=0)
+
+    patch.setattr(quantized_product._EightBitProduct, "backward", staticmethod(broken))
+
+
 @pytest.mark.parametrize(
-    ("method", "break_it"),
+    ("method", "targets", "break_it"),
     [
-        ("nf4", _without_input_gradients),
-        ("nf4", _with_the_bias_on_every_rank),
-        ("int8", _with_gradients_of_rounded_codes),
+        ("nf4", "query", _without_input_gradients),
+        ("nf4", "query", _with_the_bias_on_every_rank),
+        ("int8", "query", _with_gradients_of_rounded_codes),
+        ("nf4-double", "dora", _with_norms_of_the_unscaled_weight),
+        ("int8", "bias", _with_biases_that_forget_rows),
     ],
 )
-def test_parity_sees(world2, recorded, method, break_it):
-    path, file = recorded("llama_bias", method, "query")
-    assert all(world2.run(_broken, path, method, file, break_it))
+def test_parity_sees(world2, recorded, method, targets, break_it):
+    path, file = recorded("llama_bias", method, targets)
+    assert all(world2.run(_broken, path, method, targets, file, break_it))
 
 
 def _merge_is_refused(path):
@@ -230,7 +287,7 @@ def test_merging_in_place_and_a_quantised_head_are_refused(world2, wide):
 def _eval_then_train(path, method, file):
     """bitsandbytes packs a weight anew out of training, and then has no gradient for it."""
     model = adapted(path, method, "all-linear")
-    batch = batches(1)[0]
+    batch = batches(1, PLANTED)[0]
     with torch.no_grad():
         found = model.eval()(**batch).loss
     model.train()

@@ -7,8 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
-from tests.zoo.build import build_model
-from tplora.artifact import change, merge, tensor_file
+from tplora.artifact import base_tensors, merge, tensor_file
 from tplora.artifact.adapter_dir import read_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.errors import ArtifactError
@@ -24,7 +23,7 @@ def _weights(folder):
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-def _assert_equals_peft(base, adapter, out, *, atol=1e-6):
+def _assert_equals_peft(base, adapter, out):
     """The merged folder holds what peft's own merge holds, and says what the adapted model says."""
     adapted = load_adapted(base, adapter)
     with torch.no_grad():
@@ -36,7 +35,7 @@ def _assert_equals_peft(base, adapter, out, *, atol=1e-6):
     found = merged.state_dict()
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=atol, msg=name)
+        assert torch.equal(found[name], expected[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +88,8 @@ def test_a_merge_from_files_equals_pefts_own(bases, tmp_path, base, config):
     adapter = write_adapter(bases[base], tmp_path / "adapter", **config)
     report = merge_adapter(str(bases[base]), adapter, tmp_path / "out")
     _assert_equals_peft(bases[base], adapter, tmp_path / "out")
-    assert report.max_abs_change > 0.01
-    assert report.max_abs_error < 1e-6
+    assert report.changed
+    assert not report.unchanged
     assert not report.is_untied
 
 
@@ -100,7 +99,7 @@ def test_files_index_and_untouched_tensors_are_the_bases_byte_for_byte(bases, tm
     report = merge_adapter(str(base), adapter, tmp_path / "out")
     before, after = _weights(base), _weights(tmp_path / "out")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {tensor.name for tensor in report.tensors}
+    assert changed == set(report.changed)
     assert changed == {f"model.layers.{k}.self_attn.q_proj.weight" for k in range(2)}
     index = "model.safetensors.index.json"
     assert json.loads((base / index).read_text()) == json.loads(
@@ -114,14 +113,13 @@ def test_files_index_and_untouched_tensors_are_the_bases_byte_for_byte(bases, tm
 def test_the_base_dtype_is_kept_and_only_rounding_is_lost(bases, tmp_path):
     base = bases["bfloat16"]
     adapter = write_adapter(base, tmp_path / "adapter", **ALL_LINEAR)
-    report = merge_adapter(str(base), adapter, tmp_path / "out")
+    merge_adapter(str(base), adapter, tmp_path / "out")
     after = _weights(tmp_path / "out")
     assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
     factors = load_file(adapter / "adapter_model.safetensors")
     a, b = (factors[f"base_model.model.{Q0}.lora_{x}.weight"].float() for x in "AB")
     exact = _weights(base)[f"{Q0}.weight"].float() + 6 / 4 * b @ a
     assert torch.equal(after[f"{Q0}.weight"], exact.to(torch.bfloat16))
-    assert 0 < report.max_abs_error <= 2**-8 * float(exact.abs().max()) * 2
 
 
 @pytest.mark.parametrize("bias", [{"lora_bias": True}, {"bias": "lora_only"}, {"bias": "all"}])
@@ -240,10 +238,10 @@ def test_the_adapters_tokenizer_wins_as_a_whole_and_weights_of_other_formats_sta
     ]
 
 
-def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
-    base = bases["shards"]
+def test_a_narrow_base_is_read_a_few_rows_at_a_time(bases, tmp_path, monkeypatch):
+    base = bases["bfloat16"]
     adapter = write_adapter(base, tmp_path / "adapter", **ALL_LINEAR)
-    whole = merge_adapter(str(base), adapter, tmp_path / "whole")
+    merge_adapter(str(base), adapter, tmp_path / "whole")
     limit, alive, most = 1024, weakref.WeakSet(), 0
 
     def counted(stream, place, rows):
@@ -254,14 +252,11 @@ def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", limit)
-    monkeypatch.setattr(change, "read_rows", counted)
-    in_rows = merge_adapter(str(base), adapter, tmp_path / "rows")
-    assert 0 < most <= 2 * limit + 2 * limit  # two in hand, two of the step before not yet freed
-    largest = max(file.stat().st_size for file in base.glob("*.safetensors"))
-    assert most < largest
-    assert [t.name for t in in_rows.tensors] == [t.name for t in whole.tensors]
+    monkeypatch.setattr(base_tensors, "read_rows", counted)
+    merge_adapter(str(base), adapter, tmp_path / "rows")
+    assert 0 < most <= 2 * limit  # one in hand, one of the step before not yet freed
     for name, value in _weights(tmp_path / "whole").items():
-        torch.testing.assert_close(_weights(tmp_path / "rows")[name], value, rtol=0, atol=1e-6)
+        assert torch.equal(_weights(tmp_path / "rows")[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -270,7 +265,8 @@ def test_memory_is_a_few_rows_and_never_a_shard(bases, tmp_path, monkeypatch):
         ({"use_dora": True}, "use_dora is True, but model.layers.0.self_attn.q_proj has none"),
         ({"lora_bias": True}, "lora_bias is True, but model.layers.0.self_attn.q_proj has none"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' cannot be merged"),
-        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = .* cannot be merged into files"),
+        ({"use_qalora": True}, "use_qalora = True cannot be merged into files"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens = .* cannot be merged"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out = True cannot be merged"),
     ],
 )
@@ -292,20 +288,7 @@ def test_a_parameter_that_is_one_matrix_is_merged_like_a_module(bases, tmp_path)
     merge_adapter(str(base), adapter, tmp_path / "out")
     wanted = load_adapted(base, adapter).merge_and_unload().get_parameter(name)
     found = load_file(tmp_path / "out" / "model.safetensors")[name]
-    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-6)
-
-
-def test_adapters_of_experts_are_refused_by_name(tmp_path):
-    build_model("qwen3_moe").save_pretrained(tmp_path / "base")
-    adapter = write_adapter(
-        tmp_path / "base",
-        tmp_path / "adapter",
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    with pytest.raises(ArtifactError, match=r"adapts the experts model\.layers\.0\.mlp\.experts"):
-        merge_adapter(str(tmp_path / "base"), adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert torch.equal(found, wanted.detach())
 
 
 def _rename(tensors, old, new):
@@ -358,19 +341,6 @@ def test_a_sum_that_leaves_the_dtype_is_refused_and_nothing_appears(tmp_path):
     ):
         merge_adapter(str(base), adapter, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-
-
-def test_a_tensor_that_is_wrong_on_disk_is_seen(bases, tmp_path, monkeypatch):
-    adapter = write_adapter(bases["one file"], tmp_path / "adapter", target_modules=["q_proj"])
-    original = tensor_file.write_rows
-
-    def one_row_off(stream, place, rows, tensor):
-        original(stream, place, rows, tensor.roll(1, 0))
-
-    monkeypatch.setattr(change, "write_rows", one_row_off)
-    with pytest.raises(ArtifactError, match=r"what is on disk is .* from base plus delta"):
-        merge_adapter(str(bases["one file"]), adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def _quantise(base):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, KasaConfig, LoraGAConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from tests.quantized import METHODS, WIDE, quantization
@@ -207,23 +208,64 @@ def test_a_recipe_for_a_large_model_says_what_its_plan_counts(name):
     assert f"AdamW state {state};" in text
 
 
+REFUSED = {
+    "use_bdlora": (BdLoraConfig(nblocks=2, match_strict=False), "builds plain LoRA of it"),
+    "kasa_config": (KasaConfig(), "builds plain LoRA of it"),
+    "init_lora_weights": ("pissa", "from weights in 16 or 32 bits alone"),
+}
+
+
+def _on_nf4(method="nf4", *, changes=None, **given):
+    lora = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | given)
+    return build_plan(
+        tiny_config("llama", **WIDE),
+        lora,
+        tp_size=2,
+        dtype="bfloat16",
+        quantization=quantization(method, **changes or {}),
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_that_plain_peft_has_otherwise_on_a_quantised_base_are_refused(name):
+    value, reason = REFUSED[name]
+    for method in ("nf4", "int8"):
+        with pytest.raises(
+            PlanError, match=f"where the base is in {method}, peft .*{reason}"
+        ) as err:
+            _on_nf4(method, **{name: value})
+        assert err.value.problems[0].startswith(f"lora.{name} = ")
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "mica", "lora_ga", "corda"])
+def test_inits_that_take_packed_bytes_for_numbers_are_refused(init):
+    given = {"init_lora_weights": init}
+    if init in ("lora_ga", "corda"):
+        given[f"{init}_config"] = {"lora_ga": LoraGAConfig, "corda": CordaConfig}[init]()
+    with pytest.raises(PlanError, match="from weights in 16 or 32 bits alone"):
+        _on_nf4(changes={"bnb_4bit_quant_storage": "float32"}, **given)
+
+
+def test_orthogonal_factors_that_would_be_whole_numbers_are_refused():
+    for method in ("nf4", "int8"):
+        with pytest.raises(PlanError, match="peft rounds it to the packed weights' dtype"):
+            _on_nf4(method, init_lora_weights="orthogonal")
+    _on_nf4(changes={"bnb_4bit_quant_storage": "bfloat16"}, init_lora_weights="orthogonal")
+
+
+def test_an_invocation_on_8_bits_is_refused():
+    with pytest.raises(PlanError, match="peft writes into an 8-bit layer's product"):
+        _on_nf4("int8", alora_invocation_tokens=[3])
+
+
+@pytest.mark.parametrize("method", ["nf4", "int8"])
 @pytest.mark.parametrize(
     "given",
-    [
-        {"use_dora": True},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "olora"},
-        {"lora_bias": True},
-        {"bias": "all"},
-        {"alora_invocation_tokens": [3]},
-    ],
+    [{"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"init_lora_weights": "gaussian"}],
     ids=str,
 )
-def test_adapters_that_read_or_train_the_base_are_refused_where_it_is_quantised(given):
-    given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | given
-    config, lora = tiny_config("llama", **WIDE), LoraConfig(**given)
-    with pytest.raises(PlanError, match="is not known to be exact where the base is quantised"):
-        build_plan(config, lora, tp_size=2, dtype="bfloat16", quantization=quantization("nf4"))
+def test_what_plain_peft_has_on_quantised_layers_is_planned(method, given):
+    _on_nf4(method, **given)
 
 
 def test_a_quantised_module_cannot_be_trained():

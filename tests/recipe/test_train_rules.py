@@ -31,6 +31,7 @@ ALLOWED = {
     "train_sampling_strategy", "length_column_name", "skip_memory_metrics", "dataset_num_proc",
     "eos_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of",
     "completion_only_loss", "loss_type", "pad_token", "router_aux_loss_coef",
+    "label_smoothing_factor",
 }  # fmt: skip
 
 
@@ -58,6 +59,11 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ("max_steps = 0", "needs 1 or more; leave it out to train for num_train_epochs"),
         ("learning_rate = true", "needs a number"),
         ("learning_rate = 0", "needs to be more than 0"),
+        ("label_smoothing_factor = 1", "needs a number from 0 up to, but not, 1"),
+        (
+            'loss_type = "dft"\nlabel_smoothing_factor = 0.1',
+            'smooths the labels of loss_type "nll" alone; leave one of them out',
+        ),
         ("learning_rate = nan", "needs a finite number"),
         ("per_device_train_batch_size = 0", "needs 1 or more"),
         ("gradient_accumulation_steps = 0", "needs 1 or more"),

@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig
 
+from tests.quantized import quantization
+from tplora.adapter.base_record import BASE_RECORD
 from tplora.errors import ArtifactError, SourceError
 from tplora.run.base import find_base
 
@@ -49,6 +51,46 @@ def test_a_bare_adapter_names_its_base_itself(tmp_path):
     base = _base(tmp_path / "base")
     adapter = _adapter(tmp_path, str(base))
     assert find_base(adapter, adapter).path == str(base)
+
+
+def _record(adapter: Path, **values: object) -> None:
+    (adapter / BASE_RECORD).write_text(json.dumps(values))
+
+
+def test_a_bare_adapter_says_how_its_base_was_held(tmp_path):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, str(base))
+    assert find_base(adapter, adapter).quantization is None
+    given = quantization("nf4-double", bnb_4bit_compute_dtype="bfloat16")
+    _record(adapter, dtype="float32", held_in="nf4", quantization_config=given.to_dict())
+    found = find_base(adapter, adapter)
+    assert found.dtype == torch.float32
+    assert found.quantization.to_dict() == given.to_dict()
+    _record(adapter, dtype="float16", held_in="float16", quantization_config=None)
+    assert find_base(adapter, adapter).quantization is None
+    assert find_base(adapter, adapter).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"dtype": "float32", "held_in": "nf4"},
+        {"dtype": "float32", "held_in": "nf4", "quantization_config": [4]},
+        {"dtype": "float32", "held_in": "nf4", "quantization_config": {"load_in_4bit": "x"}},
+        {"dtype": "nonsense", "held_in": "nf4", "quantization_config": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_an_error_of_ours(tmp_path, values):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, str(base))
+    _record(adapter, **values)
+    with pytest.raises(ArtifactError, match="does not say how the base was loaded"):
+        find_base(adapter, adapter)
+    (adapter / BASE_RECORD).write_text('{"dtype": ')
+    with pytest.raises(ArtifactError, match="does not say how the base was loaded"):
+        find_base(adapter, adapter)
 
 
 def test_a_base_that_is_gone_or_not_named_is_an_error_of_ours(tmp_path):

@@ -1,17 +1,19 @@
 """`tplora finetune` on a base in 4 bits, from the outside: run, verify, generate, merge, resume."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
-from tests.quantized import WIDE, load_whole, quantized_linears
+from tests.quantized import WIDE, load_whole, quantized_linears, values_of
 from tests.run.test_finetune import RECIPE, chat, metrics, tplora
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
+from tplora.adapter.base_record import BASE_RECORD
 
 pytestmark = pytest.mark.world
 
@@ -72,7 +74,8 @@ def _factors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_that_is_quantised_trains_as_the_one_that_it_was_made_from(place, cut):
-    done = tplora(place, "finetune", "packed.toml", "--set", "parallel.tp_size=1")
+    argv = ["--set", "parallel.tp_size=1", "--set", "export.merged=true"]
+    done = tplora(place, "finetune", "packed.toml", *argv)
     assert done.returncode == 0, done.stderr + done.stdout
     run = place / "runs" / "packed"
     _close(cut, run)
@@ -82,14 +85,20 @@ def test_a_checkpoint_that_is_quantised_trains_as_the_one_that_it_was_made_from(
     ):
         done = tplora(place, *argv)
         assert done.returncode == 0, done.stderr + done.stdout
-    done = tplora(place, "export", str(run), "--merged", "nowhere")
+    done = tplora(place, "export", str(run), "--merged", "nowhere", "--into", "original")
     assert done.returncode == 1
     assert "the base's weights are packed (bitsandbytes)" in done.stderr
-    merging = ["--set", "export.merged=true", "--output", "nowhere"]
-    done = tplora(place, "finetune", "packed.toml", *merging)
-    assert done.returncode == 1
-    assert "export.merged = true: the base's files are quantised" in done.stderr
     assert not (place / "nowhere").exists()
+    merged, seen = (
+        _weights(_merged(place, run, "--no-evaluate")[0]),
+        quantized_linears(load_whole(str(place / "packed"), "saved")),
+    )
+    assert merged.keys() == _weights(place / "base").keys()
+    within = _weights(run / "merged")
+    assert all(torch.equal(within[name], merged[name]) for name in merged), "by export.merged"
+    for name, linear in seen.items():
+        wanted = values_of(linear) + _delta(run, name)
+        torch.testing.assert_close(merged[f"{name}.weight"], wanted, rtol=0, atol=1e-6, msg=name)
 
 
 def test_verify_and_generate_take_the_base_as_it_was_trained_on(place, cut):
@@ -106,17 +115,81 @@ def test_verify_and_generate_take_the_base_as_it_was_trained_on(place, cut):
     assert done.returncode == 1, "the unquantised base says something else"
 
 
-def test_merging_goes_into_the_unquantised_base(place, cut):
-    done = tplora(place, "export", str(cut), "--merged", "merged")
+def test_a_bare_adapter_is_put_on_the_base_that_it_was_trained_on(place, cut, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(cut / "adapter", bare)
+    shutil.copy(cut / "probe.safetensors", bare)
+    for folder in (bare, cut / "adapter"):
+        done = tplora(place, "verify", str(folder))
+        assert done.returncode == 0, done.stderr + done.stdout
+    said = [
+        tplora(place, "generate", str(folder), "what is 3", "--max-new-tokens", "8").stdout
+        for folder in (cut, bare)
+    ]
+    assert said[0] == said[1] != ""
+    assert "load_in_4bit=True" in (bare / "README.md").read_text()
+    (bare / BASE_RECORD).unlink()
+    done = tplora(place, "verify", str(bare))
+    assert done.returncode == 1, "the unquantised base says something else"
+
+
+def _merged(place: Path, run: Path, *argv: str) -> tuple[Path, str]:
+    folder = place / ("merged" + "".join(argv))
+    done = tplora(place, "export", str(run), "--merged", str(folder), *argv)
     assert done.returncode == 0, done.stderr + done.stdout
-    merged = AutoModelForCausalLM.from_pretrained(place / "merged", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
-    assert not quantized_linears(merged)
-    name, factors = "model.layers.1.mlp.down_proj", _factors(cut)
+    assert not [path for path in place.iterdir() if path.name.startswith(".")], "left aside"
+    return folder, done.stdout
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def _delta(run: Path, name: str) -> torch.Tensor:
+    factors = _factors(run)
     a, b = (factors[f"base_model.model.{name}.lora_{key}.weight"] for key in "AB")
-    wanted = base.get_parameter(f"{name}.weight") + 8 / 4 * (b @ a)  # PEFT's lora_alpha; r
-    found = merged.get_parameter(f"{name}.weight")
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    return 8 / 4 * (b @ a)  # PEFT's lora_alpha; r
+
+
+def _last_eval_loss(run: Path) -> float:
+    return [record["eval_loss"] for record in metrics(run) if "eval_loss" in record][-1]
+
+
+def _said_loss(said: str) -> float:
+    return float(re.search(r"eval loss of the merged model: ([\d.]+)", said)[1])
+
+
+def test_what_is_merged_is_the_model_that_was_trained(place, cut):
+    folder, said = _merged(place, cut)
+    assert "quantised and unpacked: the model that was trained" in " ".join(said.split())
+    assert _said_loss(said) == pytest.approx(_last_eval_loss(cut), abs=2e-4)
+    seen = quantized_linears(load_whole(str(place / "base"), "nf4-double"))
+    merged, base = _weights(folder), _weights(place / "base")
+    assert merged.keys() == base.keys()
+    for name in merged:
+        module = name.removesuffix(".weight")
+        if module in seen:
+            wanted = values_of(seen[module]) + _delta(cut, module)
+            torch.testing.assert_close(merged[name], wanted, rtol=0, atol=1e-6, msg=name)
+        else:
+            assert torch.equal(merged[name], base[name]), name
+    assert AutoConfig.from_pretrained(folder).dtype == torch.float32
+    assert not hasattr(AutoConfig.from_pretrained(folder), "quantization_config")
+
+
+def test_merging_goes_into_the_base_as_it_was_where_it_is_asked_to(place, cut):
+    folder, said = _merged(place, cut, "--into=original")
+    assert "which the adapter has not seen" in " ".join(said.split())
+    assert abs(_said_loss(said) - _last_eval_loss(cut)) > 1e-3, "rounding weights changes nothing"
+    merged, base = _weights(folder), _weights(place / "base")
+    name = "model.layers.1.mlp.down_proj"
+    wanted = base[f"{name}.weight"].float() + _delta(cut, name)
+    torch.testing.assert_close(merged[f"{name}.weight"].float(), wanted, rtol=0, atol=1e-6)
+    assert "eval loss" not in _merged(place, cut, "--into=original", "--no-evaluate")[1]
 
 
 def test_a_run_resumes_on_a_quantised_base_at_another_tp_size(place, cut, tmp_path):

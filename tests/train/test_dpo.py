@@ -9,7 +9,7 @@ from trl import DPOConfig, DPOTrainer
 from tests.models import CUT, InDouble, load, lora
 from tests.train.tiny_tokenizer import tiny_tokenizer
 from tests.train.training import logged_numbers
-from tplora.train.head import install_fused_head
+from tplora.adapter.head.fused import install_fused_head
 from tplora.train.parallelism import parallelism_config
 
 pytestmark = pytest.mark.world

@@ -18,9 +18,9 @@ from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.tiny import VOCAB
 from tests.world import RankError
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.head import statistics as loss_module
+from tplora.adapter.head.fused import install_fused_head
 from tplora.base.load import load_base
-from tplora.train import loss as loss_module
-from tplora.train.head import install_fused_head
 
 pytestmark = pytest.mark.world
 
@@ -35,20 +35,12 @@ class Case:
     """One head. Plain values: it travels to the ranks."""
 
     targets: list[str] = field(default_factory=lambda: ["q_proj", "down_proj"])
-    settings: dict[str, float] = field(default_factory=dict)
-    """What the model's config says of its logits."""
     temperature: float = 1.0
     labels: str = "some"
     """"some", "none" or "shifted"."""
     dropout: float = 0.0
     chunk: int = 5
     """Tokens of one chunk; the batch has more."""
-
-
-def _configured(base, case):
-    for name, value in case.settings.items():
-        setattr(base.config, name, value)
-    return base
 
 
 def _inputs(case):
@@ -76,7 +68,6 @@ def _config(case):
 def _plain(path, case):
     """trl's head in one process on a plain PEFT model: outputs and gradients."""
     model = load_plain(path, _config(case))
-    _configured(model.get_base_model(), case)
     add_fused_lm_head(model.get_base_model(), temperature=case.temperature, outputs=OUTPUTS)
     with InDouble():
         outputs = model(**_inputs(case), fused_lm_head=True)
@@ -86,7 +77,7 @@ def _plain(path, case):
 
 def _here(path, case):
     """Ours on this rank's shards."""
-    base = _configured(load_base(path, tp_size=world_size(), dtype=torch.float64), case)
+    base = load_base(path, tp_size=world_size(), dtype=torch.float64)
     add_fused_lm_head(base, temperature=case.temperature, outputs=OUTPUTS)
     model = attach_adapter(base, _config(case), seed=SEED).train()
     install_fused_head(base)
@@ -126,14 +117,14 @@ def _equals_trl_and_whole_logits(path, case):
     [
         ("llama", Case()),
         ("qwen2_tied", Case(temperature=0.7)),
-        ("llama", Case(settings={"final_logit_softcapping": 1.5})),
-        ("llama", Case(settings={"logit_scale": 0.25, "final_logit_softcapping": 2.0})),
-        ("olmo2", Case(settings={"logits_scaling": 4.0}, temperature=1.3)),
+        ("gemma2", Case()),
+        ("cohere", Case()),
+        ("granite", Case(temperature=1.3)),
         ("llama", Case(labels="none")),
         ("llama", Case(labels="shifted")),
         ("llama", Case(chunk=1000)),
     ],
-    ids=["plain", "tied", "softcap", "scale-softcap", "divided", "no-labels", "shifted", "1-chunk"],
+    ids=["plain", "tied", "softcap", "scaled", "divided", "no-labels", "shifted", "1-chunk"],
 )
 def test_a_frozen_head_equals_trls_own_and_whole_logits(world, checkpoint, name, case):
     world.run(_equals_trl_and_whole_logits, checkpoint(name, **CUT), case)
@@ -150,7 +141,7 @@ def _whole_logits(path, case):
             z = model(**inputs).logits[:, :-1]
         else:
             z = model(**inputs).logits
-    z = _change(z, case.settings) / case.temperature
+    z = z / case.temperature
     mask = labels != -100
     log_p = z.log_softmax(-1)
     chosen = labels.clamp(min=0)
@@ -169,12 +160,6 @@ def _whole_logits(path, case):
     return outputs, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def _change(z, settings):
-    z = z * settings.get("logit_scale", 1 / settings.get("logits_scaling", 1.0))
-    cap = settings.get("final_logit_softcapping")
-    return z if cap is None else cap * torch.tanh(z / cap)
-
-
 class Outputs:
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -191,7 +176,7 @@ def test_an_adapted_head_equals_whole_logits(world, checkpoint, name, targets):
     world.run(_equals_whole_logits, checkpoint(name, **CUT), case)
 
 
-class _LargestLogits(TorchDispatchMode):
+class LargestLogits(TorchDispatchMode):
     """Rows of the largest new tensor that has a column per token of this rank's vocabulary."""
 
     def __init__(self, columns):
@@ -219,7 +204,7 @@ def _storage(leaf):
 def _largest_logits(path, case):
     first = -(-VOCAB // world_size())
     columns = {VOCAB, first, VOCAB - first * (world_size() - 1)}
-    with _LargestLogits(columns) as seen:
+    with LargestLogits(columns) as seen:
         _here(path, case)
     return seen.rows
 
@@ -235,7 +220,7 @@ def test_no_rank_ever_holds_more_logits_than_a_chunk(world, checkpoint):
 
 
 def _breaks(path, case):
-    with mock.patch("tplora.train.head.replicate_input", lambda x, _: x):
+    with mock.patch("tplora.adapter.head.defer.replicate_input", lambda x, _: x):
         _equals_trl_and_whole_logits(path, case)
 
 

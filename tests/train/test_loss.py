@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from tests.communication import Recorded, count_collectives
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
+from tplora.adapter.head import statistics as loss
+from tplora.adapter.head.statistics import LabelStatistics, label_statistics
 from tplora.collectives import replicate_input
 from tplora.plan.style import shard_range
-from tplora.train import loss
-from tplora.train.loss import HeadSettings, LabelStatistics, label_statistics
 
 V, H, R = 127, 6, 3
-NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+NAMES = ("log_probs", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1", "top")
+WITH_GRADIENT = NAMES[:4]
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,14 @@ class Case:
     chunk_tokens: int | None = None
     """Tokens a chunk on every rank; None leaves the default, one chunk here."""
 
-    @property
-    def settings(self) -> HeadSettings:
-        return HeadSettings(temperature=self.temperature, softcap=self.softcap, scale=self.scale)
+    def change(self, z: torch.Tensor) -> torch.Tensor:
+        z = z * self.scale
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        return z / self.temperature
+
+    def project(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.change(_project(*tensors))
 
 
 def _numbers(case: Case) -> dict[str, torch.Tensor]:
@@ -45,10 +51,16 @@ def _numbers(case: Case) -> dict[str, torch.Tensor]:
     numbers["labels"] = torch.randint(V, (case.num_tokens,), generator=generator)
     if case.num_tokens > 3:  # both ends of the vocabulary, and of the middle
         numbers["labels"][:3] = torch.tensor([0, V - 1, V // 2])
-    numbers["d_log"], numbers["d_entropy"] = (
-        torch.randn(case.num_tokens, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
+    for name in WITH_GRADIENT:
+        shape = (case.num_tokens,)
+        numbers[f"d_{name}"] = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return numbers
+
+
+def _backward(found: dict[str, torch.Tensor], numbers: dict[str, torch.Tensor]) -> None:
+    torch.autograd.backward(
+        [found[name] for name in WITH_GRADIENT], [numbers[f"d_{name}"] for name in WITH_GRADIENT]
+    )
 
 
 def _project(h: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
@@ -56,18 +68,17 @@ def _project(h: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, a: Any, b: An
 
 
 def _plain(case: Case, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    z = _project(*(numbers[name] for name in ("h", "w", "bias", "a", "b"))) * case.scale
-    if case.softcap is not None:
-        z = case.softcap * torch.tanh(z / case.softcap)
-    z = z / case.temperature
+    z = case.project(*(numbers[name] for name in ("h", "w", "bias", "a", "b")))
     log_p = torch.log_softmax(z, dim=-1)
     labels = numbers["labels"]
     return {
         "log_probs": log_p.gather(1, labels[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p).sum(-1),
-        "log_sum_sq_probs": log_p.exp().square().sum(-1).log(),
+        "lse": z.logsumexp(-1),
         "mean_logits": z.mean(-1),
+        "log_sum_sq_probs": log_p.exp().square().sum(-1).log(),
         "is_top1": z.argmax(-1) == labels if len(labels) else labels.bool(),
+        "top": z.argmax(-1) if len(labels) else labels,
     }
 
 
@@ -91,16 +102,13 @@ def _statistics(case: Case, numbers: dict[str, torch.Tensor]) -> tuple[LabelStat
             (h,),
             (own["w"], own["bias"], own["a"], own["b"]),
             numbers["labels"],
-            _project,
+            case.project,
             vocab_start=start,
             vocab_size=V,
-            settings=case.settings,
             group=group,
         )
         if case.num_tokens:
-            torch.autograd.backward(
-                [found.log_probs, found.entropy], [numbers["d_log"], numbers["d_entropy"]]
-            )
+            _backward({name: getattr(found, name) for name in NAMES}, numbers)
     return found, own
 
 
@@ -110,7 +118,7 @@ def _equals_log_softmax(case: Case) -> None:
     found, own = _statistics(case, numbers)
     for name in NAMES:
         value = getattr(found, name)
-        if name == "is_top1":
+        if name in ("is_top1", "top"):
             assert torch.equal(value, wanted[name]), name
         else:
             assert_is_shard(
@@ -119,9 +127,7 @@ def _equals_log_softmax(case: Case) -> None:
         assert_same_on_all_ranks(tensor=value.double(), what=name)
     if not case.num_tokens:
         return
-    torch.autograd.backward(
-        [wanted["log_probs"], wanted["entropy"]], [numbers["d_log"], numbers["d_entropy"]]
-    )
+    _backward(wanted, numbers)
     d_a = own["a"].grad.clone()
     dist.all_reduce(d_a)  # A is replicated and fed to shards: its gradient is partial
     grads = {name: tensor.grad for name, tensor in own.items()} | {"a": d_a}
@@ -157,7 +163,7 @@ def _large_logits() -> None:
         numbers["w"].mul_(300)
     found, own = _statistics(Case(), numbers)
     wanted = _plain(Case(), numbers)
-    for name in NAMES[:4]:
+    for name in NAMES[:5]:
         value, full = getattr(found, name).detach(), wanted[name].detach()
         assert bool(torch.isfinite(value).all()), name
         if name != "entropy":
@@ -175,7 +181,7 @@ def _low_precision(dtype: torch.dtype) -> None:
         name: t.detach().to(dtype).requires_grad_() if t.requires_grad else t
         for name, t in _numbers(Case()).items()
     }
-    numbers |= {name: numbers[name].float() for name in ("d_log", "d_entropy")}
+    numbers |= {f"d_{name}": numbers[f"d_{name}"].float() for name in WITH_GRADIENT}
     found, own = _statistics(Case(chunk_tokens=4), numbers)
     assert found.log_probs.dtype == torch.float32
     assert own["w"].grad.dtype == dtype
@@ -202,10 +208,9 @@ def _communication(case: Case) -> tuple[list[tuple[str, int]], dict[str, int]]:
                 (own["h"],),
                 (own["w"], own["bias"], own["a"], own["b"]),
                 numbers["labels"],
-                _project,
+                case.project,
                 vocab_start=start,
                 vocab_size=V,
-                settings=case.settings,
                 group=dist.group.WORLD,
             )
         )
@@ -250,10 +255,9 @@ def _whole_head() -> None:
         (numbers["h"],),
         tuple(numbers[name] for name in ("w", "bias", "a", "b")),
         numbers["labels"],
-        _project,
+        case.project,
         vocab_start=0,
         vocab_size=V,
-        settings=case.settings,
         group=None,
     )
     assert_is_shard(
@@ -288,8 +292,9 @@ def _combine_without_rescaling(parts: torch.Tensor) -> dict[str, torch.Tensor]:
     return _COMBINE(torch.cat([parts[:, :1] * 0 + parts[:, 0].max(), parts[:, 1:]], dim=1))
 
 
-def _grad_without_entropy(logits: Any, own: Any, lse: Any, entropy: Any, d_log: Any, _: Any) -> Any:
-    return _GRAD_LOGITS(logits, own, lse, entropy, d_log, torch.zeros_like(d_log))
+def _grad_without_entropy(logits: Any, own: Any, size: Any, *per_token: Any) -> Any:
+    lse, entropy, d_log, d_entropy, *rest = per_token
+    return _GRAD_LOGITS(logits, own, size, lse, entropy, d_log, torch.zeros_like(d_entropy), *rest)
 
 
 _COMBINE, _GRAD_LOGITS = loss._combine, loss._grad_logits

@@ -13,7 +13,7 @@ from tests.train import test_head, test_trainer
 from tests.train.test_checkpoint import _assert_same, _run
 from tests.train.training import Setup
 from tests.zoo.build import build_model, tiny_config
-from tplora.train.projection import Projection
+from tplora.adapter.head.projection import Projection
 
 pytestmark = pytest.mark.world
 

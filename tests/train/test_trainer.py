@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from dataclasses import replace
 from unittest import mock
 
@@ -19,6 +20,7 @@ import tplora
 from tests.models import CUT, InDouble, load, lora
 from tests.tiny import VOCAB
 from tests.train.training import TRAINERS, Setup, build_trainer, collate, logged_numbers, token_rows
+from tests.world import RankError
 from tplora.errors import ArtifactError, TrainError
 from tplora.train.parallelism import parallelism_config
 from tplora.upstream import local_shard
@@ -116,6 +118,50 @@ def test_an_unmodified_trainer_trains_the_same(
     counted = ("eval_loss", "num_tokens", "eval_num_tokens", "eval_entropy")
     for found in world2.run(_train, checkpoint("llama", **CUT), tmp_path, setup):
         _assert_same(found, wanted, but=(*counted, "eval_mean_token_accuracy"))
+
+
+LOSSES = {
+    "dft": Setup(options=(("loss_type", "dft"),), has_eval=True),
+    "smoothed": Setup(options=(("label_smoothing_factor", 0.2),), has_eval=True),
+    "transformers-smoothed": Setup("transformers", options=(("label_smoothing_factor", 0.2),)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_another_loss_equals_one_process(world2, trained_alone, checkpoint, tmp_path, name):
+    setup = replace(LOSSES[name], targets="ends", max_steps=3)
+    wanted = trained_alone("llama", setup)
+    for found in world2.run(_train, checkpoint("llama", **CUT), tmp_path, setup):
+        _assert_same(found, wanted)
+
+
+def _smooths_as_trl(path, folder):
+    """trl's own smoothing runs the model twice; ours is one forward."""
+    smoothed = Setup(options=(("label_smoothing_factor", 0.2),), max_steps=3)
+    ours = _train(path, folder / "ours", smoothed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        theirs = _train(path, folder / "theirs", replace(smoothed, trainer="trl"))
+    _assert_same(ours, theirs)
+    _, others = _train(path, folder / "none", replace(smoothed, options=()))
+    assert any((ours[1][name] - other).abs().max() > 1e-5 for name, other in others.items())
+
+
+def test_label_smoothing_is_trls(world2, checkpoint, tmp_path):
+    world2.run(_smooths_as_trl, checkpoint("llama", **CUT), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((("use_liger_kernel", True),), "use_liger_kernel = true: "),
+        ((("label_smoothing_factor", 0.1), ("loss_type", "dft")), "label_smoothing_factor = 0.1: "),
+    ],
+)
+def test_a_loss_that_is_not_computed_here_is_refused(alone, checkpoint, tmp_path, options, message):
+    path = checkpoint("llama", **CUT)
+    with pytest.raises(RankError, match=f"TrainError: {message}"):
+        alone.run(_train, path, tmp_path, Setup(options=options))
 
 
 def _accelerate_loop(path):
@@ -300,7 +346,7 @@ def test_a_nan_on_one_rank_stops_every_rank_and_reaches_no_file(
 
 
 def _train_with_a_broken_head(path, folder, setup):
-    with mock.patch("tplora.train.head.replicate_input", lambda x, _: x):
+    with mock.patch("tplora.adapter.head.defer.replicate_input", lambda x, _: x):
         return _train(path, folder, setup)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCardData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from peft import LoraConfig
 
@@ -22,9 +22,9 @@ _LICENSE = re.compile(r"[a-z0-9][a-z0-9.\-]{0,60}")
 
 _ADAPTER_USE = """```python
 from peft import PeftModel
-from transformers import {auto_class}
+from transformers import {imports}
 
-base = {auto_class}.from_pretrained({base!r})
+base = {auto_class}.from_pretrained({arguments})
 model = PeftModel.from_pretrained(base, "this/folder")
 ```
 
@@ -45,6 +45,7 @@ def card_text(
     facts: Mapping[str, str],
     *,
     auto_class: str = "AutoModelForCausalLM",
+    quantization: Sequence[str] = (),
     details: Mapping[str, str] | None = None,
     license_name: str | None = None,
 ) -> str:
@@ -54,10 +55,15 @@ def card_text(
         config: PEFT's config, with ``base_model_name_or_path``.
         facts: Further rows of the table, such as the last evaluation loss.
         auto_class: What of transformers loads the base.
+        quantization: Arguments of ``BitsAndBytesConfig``, one a line, if it is quantised then.
         details: Title to text, such as the recipe and the plan.
         license_name: The base's, if it is known.
     """
-    use = _ADAPTER_USE.format(base=_base_name(config), auto_class=auto_class)
+    use = _ADAPTER_USE.format(
+        auto_class=auto_class,
+        imports=", ".join([auto_class, *(["BitsAndBytesConfig"] if quantization else [])]),
+        arguments=_arguments(_base_name(config), quantization),
+    )
     head = _front_matter(config, "adapter", "peft", license_name)
     title = f"LoRA adapter for {_base_name(config)}"
     return _card(head, title, _rows(config) | dict(facts), details or {}, use)
@@ -132,6 +138,14 @@ def _rows(config: LoraConfig) -> dict[str, str]:
 
 def _base_name(config: LoraConfig) -> str:
     return public_name(config.base_model_name_or_path or "its base model")
+
+
+def _arguments(base: str, quantization: Sequence[str]) -> str:
+    if not quantization:
+        return repr(base)
+    lines = [f"        {line}" for line in quantization]
+    start = f"\n    {base!r},\n    quantization_config=BitsAndBytesConfig(\n"
+    return start + "\n".join(lines) + "\n    ),\n"
 
 
 def _without_layers(names: Iterable[str]) -> str:

@@ -20,11 +20,10 @@ from torch import nn
 from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
 from tplora.adapter.initial import FromWholeWeight
 from tplora.adapter.local_module import local_tensor
-from tplora.adapter.merging import MergesLocally
+from tplora.adapter.merging import MergesLocally, refuse_packed
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
-from tplora.errors import PlanError
 from tplora.upstream import local_shard, transform_output
 from tplora.upstream.quantization import is_quantized_linear
 
@@ -43,12 +42,6 @@ __all__ = [
     "RowParallelLoraLinear",
     "TploraLinear",
 ]
-
-
-_NO_MERGE = (
-    "merge: the base is quantised, and what is merged would be rounded anew; merge the saved "
-    "adapter into the unquantised base with `tplora export`"
-)
 
 
 class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore[misc]
@@ -165,10 +158,9 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         """``scaling * B A``, placed as W is; PEFT merges it. No communication.
 
         Raises:
-            PlanError: If W is quantised: it would be rounded anew, to another model.
+            PlanError: If W is quantised.
         """
-        if is_quantized_linear(self.get_base_layer()):
-            raise PlanError([_NO_MERGE])
+        refuse_packed(self.get_base_layer())
         factors = factors_of(self.factors, adapter)
         a, b = factors["A"].local(), factors["B"].local()
         return delta_like(self.get_base_layer().weight, (b @ a) * self.scaling[adapter])

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard, own_forward, transform_output
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -92,20 +94,26 @@ class LocalModule:
         return weight
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias, cut = self._weight(), self.tensor("bias"), self.plan.weight
+        bias, cut = self.tensor("bias"), self.plan.weight
         assert cut is not None
         if cut.shard_dim == 0:
-            y = F.linear(self.shared_input(x), weight, bias)
+            y = self._product(self.shared_input(x), bias)
             return gather_last_dim(y, cut.shape[0], self.group) if self.plan.gathers_output else y
         if cut.shard_dim == 1:
             x = split_last_dim(x, self.group) if self.plan.splits_input else x
-            y = reduce_partial(F.linear(x, weight), self.group)
+            y = reduce_partial(self._product(x, None), self.group)
             return y if bias is None else y + bias
-        y = F.linear(x, weight, bias)
+        y = self._product(x, bias)
         if self.plan.transforms_output:
             assert self.plan.style is not None
             y = transform_output(self.plan.style, self.module, y, self.mesh)
         return y
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """With this rank's W; a quantised one is never trained itself, and is unpacked for it."""
+        if is_quantized_linear(self.module):
+            return multiply(self.module, x, bias)
+        return F.linear(x, self._weight(), bias)
 
     def _embedding(self, tokens: torch.Tensor) -> torch.Tensor:
         cut = self.plan.weight

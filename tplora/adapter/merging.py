@@ -18,13 +18,19 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from tplora.adapter.sharded_base import check_merge_target
 from tplora.errors import PlanError, ShardError
 from tplora.upstream import local_shard
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tplora.adapter.factor import Factors
 
-__all__ = ["MergesLocally"]
+__all__ = ["MergesLocally", "refuse_packed"]
+
+_PACKED = (
+    "merge: the base is quantised, and what is merged would be rounded anew; merge the saved "
+    "adapter into the unquantised base with `tplora export`"
+)
 
 
 class MergesLocally:
@@ -69,7 +75,12 @@ class MergesLocally:
             self._add_bias(name, sign=-1)
 
     def merge_target(self: Any) -> torch.Tensor:
-        """The parameter that takes the delta in."""
+        """The parameter that takes the delta in.
+
+        Raises:
+            PlanError: If it is quantised.
+        """
+        refuse_packed(self.get_base_layer())
         weight: torch.Tensor = self.get_base_layer().weight
         check_merge_target(weight)
         return weight
@@ -113,3 +124,13 @@ class MergesLocally:
                 f"adapter {name!r}: its merged weights hold NaN or infinity; nothing was merged; "
                 "go back to an earlier checkpoint"
             )
+
+
+def refuse_packed(base: object) -> None:
+    """Refuse to merge into a quantised weight.
+
+    Raises:
+        PlanError: It would be rounded anew, to another model.
+    """
+    if is_quantized_linear(base):
+        raise PlanError([_PACKED])

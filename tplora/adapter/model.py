@@ -13,12 +13,14 @@ from peft import (
     TaskType,
 )
 
+from tplora.adapter.base_record import BaseRecord
 from tplora.adapter.card import card_text
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.gradients import GradientSync
+from tplora.adapter.head.defer import DefersLogits
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
 from tplora.adapter.sharded_base import check_sharded_base
@@ -204,6 +206,10 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.forward_seed = forward_seed
         self.base_model.register_forward_pre_hook(forward_seed.enter)
         self.base_model.register_forward_hook(forward_seed.leave, always_call=True)
+        self.defers_logits = DefersLogits(self.get_base_model())
+        for root in (self.base_model, self.get_base_model()):
+            root.register_forward_pre_hook(self.defers_logits.enter, with_kwargs=True)
+            root.register_forward_hook(self.defers_logits.leave, always_call=True)
         if self.sync is not None:
             self.base_model.register_forward_hook(self.sync.watch_outputs)
             self.get_base_model().register_forward_hook(self.sync.watch_outputs)
@@ -233,10 +239,13 @@ class TploraModel(PeftModel):  # type: ignore[misc]
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Tplora's own card, in the place where PEFT would write one of blanks."""
         loads = auto_class(self.get_base_model().config).__name__
+        record = BaseRecord.of(self)
+        facts = {"base held in": record.held_in} | self.card_facts
         text = card_text(
             self.peft_config["default"],
-            self.card_facts,
+            facts,
             auto_class=loads,
+            quantization=record.loading_code,
             details=self.card_details,
             license_name=self.card_license,
         )

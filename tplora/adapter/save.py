@@ -16,9 +16,11 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tplora.adapter.base_record import write_base_record
 from tplora.adapter.original import for_loaded_base, write_probes
 from tplora.base.fingerprint import BASE, take_fingerprint
 from tplora.errors import ArtifactError
+from tplora.mesh import tell_all
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.model import TploraModel
 
-__all__ = ["gather_factors", "raise_everywhere", "save_adapter", "write_adapter"]
+__all__ = ["check_factors", "gather_factors", "raise_everywhere", "save_adapter", "write_adapter"]
 
 
 def gather_factors(model: TploraModel, *, is_writer: bool) -> dict[str, torch.Tensor]:
@@ -110,7 +112,7 @@ def write_adapter(
     Raises:
         ArtifactError: If a factor is not finite or not whole; then nothing is written.
     """
-    _check_factors(model, factors)
+    check_factors(model, factors)
     if as_trained:
         _write(model, Path(folder), factors, adapter_names)
         write_probes(model, Path(folder))
@@ -119,7 +121,12 @@ def write_adapter(
         _write(model, Path(folder), widened, adapter_names)
 
 
-def _check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
+def check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what no file may hold.
+
+    Raises:
+        ArtifactError: Naming the first factor that is not whole, or not finite.
+    """
     shapes = {
         name: factor.plan.shape
         for adapter in model.peft_config
@@ -158,6 +165,7 @@ def _write(
         for path in Path(aside).rglob("adapter_model.safetensors"):
             is_first = path.parent == Path(aside)
             _rename_for_peft(model, "default" if is_first else path.parent.name, path)
+            write_base_record(model, path.parent)
         _write_fingerprint(model, Path(aside))
         files = [path for path in Path(aside).rglob("*") if path.is_file()]
         mode = (Path(aside) / "README.md").stat().st_mode  # safetensors writes for the owner alone
@@ -197,14 +205,12 @@ def _sync(path: Path) -> None:
 def raise_everywhere(problem: str) -> None:
     """Raise the writer's problem on every rank, and let none go on before the writer is done.
 
-    Collective: every rank calls it; what the first rank gives counts, and "" is no problem.
+    Collective: every rank calls it; what the first rank gives counts, and "" is no problem. The
+    wait is as long as the writer's disk takes.
 
     Raises:
         ArtifactError: The problem.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [problem]
-        dist.broadcast_object_list(told, src=0)
-        problem = told[0]
+    problem = tell_all(problem)
     if problem:
         raise ArtifactError(problem)

@@ -1,245 +1,192 @@
-"""What a merge makes of one tensor, a few rows at a time; written, and checked on disk."""
+"""What an adapter makes of one parameter, some rows at a time, in PEFT's own order of operations.
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import BinaryIO, Protocol
+Floating point does not add up the same in another order, so the order is PEFT's wherever a base is
+in the dtype that is summed in: there ``B @ A`` is one product, as in PEFT, and the merged weight is
+PEFT's bit for bit. A narrower base is summed in float32 and rounded once, and its product is made
+for the rows in hand alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tplora.artifact.adapter_dir import AdapterFiles, FactorPair
-from tplora.artifact.tensor_file import Place, read_rows, row_chunks, write_rows
-from tplora.errors import ArtifactError
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__ = [
-    "AddedBias",
-    "Change",
-    "Delta",
-    "MergedTensor",
-    "Replaced",
-    "ReplacedRows",
-    "apply_change",
-    "check_applied",
-    "copy_tensor",
-    "sum_dtype",
-]
+__all__ = ["AddedVector", "ByPeft", "Change", "Dora", "LowRank", "Replaced", "ReplacedRows"]
 
 
 class Change(Protocol):
-    """What some rows of a tensor become; every number in the dtype that is summed in."""
+    """What some rows (entries of dim 0) of a parameter become, in the dtype that is summed in."""
 
-    def applied_to(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """``rows`` of the result, from those of the base."""
+    needs_whole: bool
+    """Whether it has to be given all rows at once."""
+
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
+        """The new rows; ``work`` may be written over, ``base`` is what the file holds there."""
         ...
 
-    def prepared(self, chunks: Iterable[tuple[slice, torch.Tensor]]) -> "Change":
-        """The change, once it has seen all rows of the base if it needs to."""
-        ...
 
+class LowRank:
+    """``W + scaling * B @ A``: of a linear, of an embedding transposed, of each expert of a stack.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedTensor:
-    """One changed weight, as read back from the disk."""
-
-    name: str
-    max_abs_weight: float
-    """Largest entry of the base's weight."""
-    max_abs_change: float
-    """Largest difference between the merged weight on disk and the base's."""
-    max_abs_error: float
-    """Largest difference between the merged weight on disk and the exact sum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """LoRA: ``W + scaling * left @ right``; DoRA: each output feature brought to its magnitude.
-
-    left and right are B and A of a linear, A and B transposed of an embedding.
+    Args:
+        a: ``[r, in]``; of a stack ``[E r, in]``, row ``e r + k`` is row k of expert e.
+        b: ``[out, r]``; of a stack ``[out, r E]``, column ``k E + e`` is column k of expert e.
+        scaling: alpha over r, and the weight of the adapter.
+        num_experts: Of a stack of three dims; 0 for a single matrix.
+        is_transposed: Whether W is ``[in, out]``, alone or for each expert.
+        in_one_product: Make the whole delta at once, as PEFT does.
     """
 
-    left: torch.Tensor
-    """[rows of the weight, r]"""
-    right: torch.Tensor
-    """[r, columns of the weight]"""
-    scaling: float
-    is_embedding: bool = False
-    magnitude: torch.Tensor | None = None
-    """DoRA's, one number for each output feature."""
-    norms: torch.Tensor | None = None
-    """Of an embedding's columns, over all rows; a linear's rows have theirs at hand."""
+    needs_whole = False
 
-    @classmethod
-    def read(cls, adapter: AdapterFiles, pair: FactorPair, dtype: torch.dtype) -> "Delta":
-        """Read the factors, in the dtype that is summed in."""
-        a, b = adapter.tensor(pair.a).to(dtype), adapter.tensor(pair.b).to(dtype)
-        left, right = (a.T, b.T) if pair.is_embedding else (b, a)
-        magnitude = None if pair.magnitude is None else adapter.tensor(pair.magnitude).to(dtype)
-        return cls(
-            left=left,
-            right=right,
-            scaling=pair.scaling,
-            is_embedding=pair.is_embedding,
-            magnitude=magnitude,
-        )
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        *,
+        num_experts: int = 0,
+        is_transposed: bool = False,
+        in_one_product: bool,
+    ) -> None:
+        self._a, self._b, self._scaling = a, b, scaling
+        self._is_transposed, self._in_one_product = is_transposed, in_one_product
+        if num_experts:
+            self._a = a.reshape(num_experts, -1, a.shape[-1])
+            self._b = b.reshape(b.shape[0], -1, num_experts)
+        self._delta: torch.Tensor | None = None
 
-    def prepared(self, chunks: Iterable[tuple[slice, torch.Tensor]]) -> "Delta":
-        """With the norms of an embedding's columns, where DoRA needs them."""
-        if self.magnitude is None or not self.is_embedding:
-            return self
-        squares = sum(self._sum(weight, rows).square().sum(dim=0) for rows, weight in chunks)
-        assert isinstance(squares, torch.Tensor)
-        return replace(self, norms=squares.sqrt())
+    def delta(self) -> torch.Tensor:
+        """All of ``scaling * B @ A``, made once."""
+        if self._delta is None:
+            if self._a.ndim == 3:
+                form = "e i o" if self._is_transposed else "e o i"
+                product = torch.einsum(f"o r e, e r i -> {form}", self._b, self._a)
+            else:
+                product = self._b @ self._a
+                product = product.T if self._is_transposed else product
+            self._delta = product.mul_(self._scaling)
+        return self._delta
 
-    def applied_to(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """``m / n (W + scaling * left @ right)``, or without ``m / n`` if there is no magnitude."""
-        total = self._sum(weight, rows)
-        if self.magnitude is None:
-            return total
-        if self.is_embedding:
-            assert self.norms is not None, "prepared has been called"
-            return total * (self.magnitude / self.norms)
-        scale = self.magnitude[rows] / total.square().sum(dim=1).sqrt()
-        return total * scale[:, None]
+    def rows_of_delta(self, rows: slice) -> torch.Tensor:
+        """Some rows of it."""
+        if self._in_one_product:
+            return self.delta()[rows]
+        left, right = self._factors(rows)
+        return (left @ right).mul_(self._scaling)
 
-    def _sum(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        return weight.to(self.left.dtype) + (self.left[rows] @ self.right) * self.scaling
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        if self._in_one_product:
+            return work.add_(self.delta()[rows])
+        left, right = self._factors(rows)
+        add = work.baddbmm_ if work.ndim == 3 else work.addmm_
+        return add(left, right, alpha=self._scaling)
+
+    def _factors(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Left ``[rows, r]`` and right ``[r, columns]``, or a pair for each expert of the rows."""
+        if self._a.ndim == 2:
+            return (self._a.T[rows], self._b.T) if self._is_transposed else (self._b[rows], self._a)
+        a, b = self._a[rows], self._b[:, :, rows].permute(2, 0, 1)
+        return (a.transpose(1, 2), b.transpose(1, 2)) if self._is_transposed else (b, a)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddedBias:
+class Dora:
+    """``m / n (W + delta)`` for each output feature, n the norm of base plus delta in its row.
+
+    Source: DoRA, arXiv 2402.09353; PEFT takes the norm over the base that nothing is merged into.
+    """
+
+    needs_whole = False
+
+    def __init__(self, low_rank: LowRank, magnitude: torch.Tensor) -> None:
+        self._low_rank, self._magnitude = low_rank, magnitude
+
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
+        """Each row brought to its magnitude."""
+        delta = self._low_rank.rows_of_delta(rows)
+        norm = torch.linalg.norm(base + delta, dim=1)
+        return work.add_(delta).mul_((self._magnitude[rows] / norm).view(-1, 1))
+
+
+class AddedVector:
     """``bias + scaling * the bias of B``."""
 
-    vector: torch.Tensor
+    needs_whole = False
 
-    @classmethod
-    def read(cls, adapter: AdapterFiles, pair: FactorPair, dtype: torch.dtype) -> "AddedBias":
-        """Read the vector, in the dtype that is summed in."""
-        assert pair.bias is not None
-        return cls(vector=adapter.tensor(pair.bias).to(dtype) * pair.scaling)
+    def __init__(self, vector: torch.Tensor, scaling: float) -> None:
+        self._vector = vector * scaling
 
-    def prepared(self, chunks: Iterable[tuple[slice, torch.Tensor]]) -> "AddedBias":
-        """Nothing to see."""
-        return self
-
-    def applied_to(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The sum."""
-        return weight.to(self.vector.dtype) + self.vector[rows]
+        return work.add_(self._vector[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
     """A tensor that was trained as a whole takes the place of the base's."""
 
-    tensor: torch.Tensor
+    needs_whole = False
 
-    @classmethod
-    def read(cls, adapter: AdapterFiles, key: str, dtype: torch.dtype) -> "Replaced":
-        """Read the tensor."""
-        return cls(tensor=adapter.tensor(key).to(dtype))
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
 
-    def prepared(self, chunks: Iterable[tuple[slice, torch.Tensor]]) -> "Replaced":
-        """Nothing to see."""
-        return self
-
-    def applied_to(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The adapter's rows."""
-        return self.tensor[rows]
+        return work.copy_(self._tensor[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedRows:
     """Rows of single tokens that were trained take the place of the base's."""
 
-    indices: tuple[int, ...]
-    trained: torch.Tensor
+    needs_whole = False
 
-    @classmethod
-    def read(
-        cls, adapter: AdapterFiles, key: str, indices: tuple[int, ...], dtype: torch.dtype
-    ) -> "ReplacedRows":
-        """Read the rows."""
-        return cls(indices=indices, trained=adapter.tensor(key).to(dtype))
+    def __init__(self, indices: Sequence[int], trained: torch.Tensor) -> None:
+        self._indices, self._trained = tuple(indices), trained
 
-    def prepared(self, chunks: Iterable[tuple[slice, torch.Tensor]]) -> "ReplacedRows":
-        """Nothing to see."""
-        return self
-
-    def applied_to(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The base's rows, but for those that were trained."""
-        total = weight.to(self.trained.dtype, copy=True)
-        for place, token in enumerate(self.indices):
+        for place, token in enumerate(self._indices):
             if rows.start <= token < rows.stop:
-                total[token - rows.start] = self.trained[place]
-        return total
+                work[token - rows.start] = self._trained[place]
+        return work
 
 
-def sum_dtype(place: Place) -> torch.dtype:
-    """float32, or float64 for a float64 weight."""
-    assert place.dtype is not None, "the caller has checked the dtype"
-    return torch.promote_types(place.dtype, torch.float32)
+class ByPeft:
+    """Whatever PEFT's own ``merge`` of the layer makes of the whole weight: KaSA, BD-LoRA, others.
 
-
-def copy_tensor(source: BinaryIO, base: Place, target: BinaryIO, merged: Place) -> None:
-    """Copy a tensor from one file to its place in another."""
-    for rows in row_chunks(base):
-        write_rows(target, merged, rows, read_rows(source, base, rows))
-
-
-def _chunks(source: BinaryIO, base: Place, merged: Place) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The base's rows; zeros where the result has more."""
-    for rows in row_chunks(merged):
-        held = slice(min(rows.start, base.shape[0]), min(rows.stop, base.shape[0]))
-        weight = read_rows(source, base, held)
-        missing = (rows.stop - rows.start) - (held.stop - held.start)
-        if missing:
-            weight = torch.cat([weight, weight.new_zeros(missing, *base.shape[1:])])
-        yield rows, weight
-
-
-def apply_change(
-    change: Change, name: str, source: BinaryIO, base: Place, target: BinaryIO, merged: Place
-) -> None:
-    """Write what the base's tensor becomes, rounded to its dtype, to its place in the target.
-
-    Raises:
-        ArtifactError: If it is not finite in the base's dtype.
+    Args:
+        layer: PEFT's layer, whose weight is on the meta device.
+        adapters: Which to merge, in order.
     """
-    change = change.prepared(_chunks(source, base, merged))
-    for rows, weight in _chunks(source, base, merged):
-        total = change.applied_to(weight, rows).to(weight.dtype)
-        if not torch.isfinite(total).all():
-            raise ArtifactError(
-                f"{name}: base plus delta is not finite in {weight.dtype}; "
-                "merge into a base of a wider dtype, or use the adapter unmerged"
-            )
-        write_rows(target, merged, rows, total)
 
+    needs_whole = True
 
-def check_applied(
-    change: Change, name: str, source: BinaryIO, base: Place, target: BinaryIO, merged: Place
-) -> MergedTensor:
-    """Read base and result from the disk and compare the result with the sum, entry by entry.
+    def __init__(self, layer: Any, adapters: Sequence[str]) -> None:
+        self._layer, self._adapters = layer, list(adapters)
 
-    Raises:
-        ArtifactError: If an entry is further from the sum than its dtype rounds.
-    """
-    change = change.prepared(_chunks(source, base, merged))
-    largest = {"weight": 0.0, "change": 0.0, "error": 0.0}
-    for rows, weight in _chunks(source, base, merged):
-        written = read_rows(target, merged, rows)
-        exact = change.applied_to(weight, rows)
-        error = (written.to(exact.dtype) - exact).abs()
-        limits = torch.finfo(weight.dtype)
-        if not (error <= limits.eps * exact.abs() + limits.tiny).all():  # NaN fails too
-            raise ArtifactError(
-                f"{name}: what is on disk is {error.max():g} from base plus delta, more than "
-                f"{weight.dtype} rounds; the disk or the copy is at fault, merge again"
-            )
-        moved = (written.to(exact.dtype) - weight.to(exact.dtype)).abs()
-        for key, values in (("weight", weight.abs()), ("change", moved), ("error", error)):
-            largest[key] = max(largest[key], float(values.max()))
-    return MergedTensor(
-        name=name,
-        max_abs_weight=largest["weight"],
-        max_abs_change=largest["change"],
-        max_abs_error=largest["error"],
-    )
+    def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
+        """The merged weight; the layer is left as it was."""
+        owner = self._layer.get_base_layer()
+        name = getattr(self._layer, "parameter_name", "weight")
+        before, bias = owner._parameters[name], owner._parameters.get("bias")
+        for parameter in self._layer.parameters():
+            if not parameter.is_meta and parameter.is_floating_point():
+                parameter.data = parameter.data.to(work.dtype)
+        owner._parameters[name] = torch.nn.Parameter(work, requires_grad=False)
+        if bias is not None:  # a bias of B is added elsewhere
+            zero = torch.zeros(bias.shape, dtype=work.dtype)
+            owner._parameters["bias"] = torch.nn.Parameter(zero, requires_grad=False)
+        try:
+            with torch.no_grad():
+                self._layer.merge(adapter_names=self._adapters)
+            merged: torch.Tensor = owner._parameters[name].data
+        finally:
+            owner._parameters[name] = before
+            if bias is not None:
+                owner._parameters["bias"] = bias
+            self._layer.merged_adapters.clear()
+        return merged

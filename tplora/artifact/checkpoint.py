@@ -7,12 +7,11 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import AutoConfig
+from transformers import PreTrainedModel
 
 from tplora.artifact.tensor_file import Place, read_places
 from tplora.errors import ArtifactError
 from tplora.saved.files import check_file_name, parse_json
-from tplora.upstream import build_meta_model
 
 __all__ = [
     "INDEX",
@@ -20,8 +19,8 @@ __all__ = [
     "Checkpoint",
     "TiedPair",
     "find_base_folder",
-    "find_tied_pair",
     "read_checkpoint",
+    "tied_pair",
 ]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -110,20 +109,8 @@ def _indexed_files(path: Path, index: dict[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def find_tied_pair(folder: Path) -> TiedPair | None:
-    """The embedding and the head if the model makes them one weight; built without memory.
-
-    Raises:
-        ArtifactError: If transformers cannot build the model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        model = build_meta_model(config, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ArtifactError(
-            f"{folder}: transformers cannot build this model ({error}), so it is not known whether "
-            "embedding and head are one weight; merge with an adapter that leaves both alone"
-        ) from error
+def tied_pair(model: PreTrainedModel) -> TiedPair | None:
+    """The embedding and the head if the model makes them one weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         return None

@@ -1,36 +1,43 @@
-"""W + scaling * B @ A, written into a copy of the base's own files, on the CPU, for any tp_size.
+"""A base's files and adapters to a merged model's files, on the CPU, for any tp_size.
 
-Each weight file is copied and the adapted tensors are changed in place in the copy, a few rows at a
-time. Names, shards, index, dtype and every other tensor stay the base's, byte for byte.
+Names, order, dtypes, shards, index and every tensor that nobody touches stay the base's. No model
+is built but its outline, without weights, which says which tensor of the files is which parameter.
 """
 
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from __future__ import annotations
 
-from tplora.artifact.adapter_dir import read_adapter
-from tplora.artifact.change import (
-    MergedTensor,
-    apply_change,
-    check_applied,
-    copy_tensor,
-    sum_dtype,
-)
+import json
+import shutil
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tplora.artifact.base_tensors import FileTensors
 from tplora.artifact.checkpoint import Checkpoint, find_base_folder, read_checkpoint
-from tplora.artifact.merge_plan import MergeJob, MergePlan, plan_merge
+from tplora.artifact.merge_file import FileMerger
+from tplora.artifact.merge_plan import MergePlan, OutFile, plan_merge
+from tplora.artifact.reading import read_base_and_adapters
 from tplora.artifact.side_files import (
+    cast_in_config,
     copy_side_files,
     grow_in_config,
     untie_in_config,
     write_index,
 )
-from tplora.artifact.tensor_file import Place, copy_file, create_file, read_places
 from tplora.errors import ArtifactError
-from tplora.files import written_aside
+from tplora.files import kept_aside
 
-__all__ = ["MergeReport", "MergedTensor", "merge_adapter"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from tplora.artifact.base_tensors import BaseTensors
+
+__all__ = ["MergeReport", "merge_adapter", "merge_adapters"]
+
+_JOURNAL = "merging.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +45,14 @@ class MergeReport:
     """What a merge wrote."""
 
     folder: Path
-    tensors: tuple[MergedTensor, ...]
+    changed: tuple[str, ...]
+    """Tensors of the files that the adapters touch."""
+    unchanged: tuple[str, ...]
+    """Those of them that came out as they were: their delta is zero, or lost in rounding."""
     is_untied: bool
     """Whether embedding and head were one weight in the base and are two in the result."""
-
-    @property
-    def max_abs_change(self) -> float:
-        """Over all tensors; 0 if the adapter changes nothing in the base's dtype."""
-        return max(tensor.max_abs_change for tensor in self.tensors)
-
-    @property
-    def max_abs_error(self) -> float:
-        """Over all tensors: what rounding to the base's dtype costs."""
-        return max(tensor.max_abs_error for tensor in self.tensors)
+    num_kept: int
+    """Files that an interrupted merge had left, and that were taken as they were."""
 
 
 def merge_adapter(
@@ -62,100 +64,182 @@ def merge_adapter(
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> MergeReport:
-    """Write the model that base and adapter make together, in the base's dtype and files.
+    """``merge_adapters`` of a single one, in the base's dtype."""
+    return merge_adapters(
+        base,
+        {adapter_folder: 1.0},
+        out,
+        revision=revision,
+        overwrite=overwrite,
+        progress=progress,
+    )
 
-        W  becomes  round(W + scaling * B @ A),  summed in float32 (float64 for a float64 base)
 
-    Every tensor of the adapter is used exactly once. Every merged weight is read back and compared
-    with the exact sum. If embedding and head are one weight and the adapter changes one of them,
-    the result holds both, and ``tie_word_embeddings`` is false.
+def merge_adapters(
+    base: str,
+    adapters: Mapping[Path, float],
+    out: Path,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    source: BaseTensors | None = None,
+    progress: Callable[[str], None] = lambda message: None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> MergeReport:
+    """Write the model that base and adapters make together, in the base's files.
+
+        W  becomes  round(W + sum of weight * scaling * B @ A)
+
+    What PEFT's ``merge_and_unload`` makes of the base in float32, rounded once to the dtype of the
+    result: bit for bit PEFT's own for a float32 result. Every tensor of the adapters is used. If
+    embedding and head are one weight and an adapter changes one of them, the result holds both, and
+    ``tie_word_embeddings`` is false.
+
+    Memory: a few rows of one tensor, and for a float32 base the delta of one; never a file.
 
     Args:
         base: Folder or hub id.
-        adapter_folder: A PEFT adapter; its tokenizer, if it has one, goes into the result.
-        out: The folder to be; it appears whole.
+        adapters: Folder of a PEFT adapter to the weight of its delta. The tokenizer of the first,
+            if it has one, goes into the result.
+        out: The folder to be; it appears whole. What a killed merge left beside it is used, where
+            base, adapters and options are the same.
         revision: Of the hub id.
+        dtype: Of the result; each tensor keeps its own when left out.
         overwrite: Replace ``out`` if it exists.
-        progress: Called with one line per weight file.
+        source: Where the base's tensors come from, if not from its files as they are.
+        progress: Called with one line before each long step.
+        on_bytes: Called with bytes written and bytes to write.
 
     Raises:
-        ArtifactError: If the adapter is damaged, does not fit, is more than plain LoRA, the base is
+        ArtifactError: If an adapter is damaged, does not fit or cannot be merged, the base is
             quantised, the sum is not finite, or the disk has no room.
     """
-    adapter = read_adapter(adapter_folder)
+    if not adapters:
+        raise ArtifactError(f"{out}: no adapter was named; name one folder at least")
+    progress("reading names and shapes")
     checkpoint = read_checkpoint(find_base_folder(base, revision=revision))
-    plan = plan_merge(adapter, checkpoint)
-    with written_aside(out, overwrite=overwrite) as aside:
-        _check_room(aside, checkpoint)
-        copy_side_files(checkpoint.folder, adapter_folder, aside)
-        places = _copy_weights(checkpoint, plan, aside, progress)
-        if plan.is_untied:
-            untie_in_config(aside)
-        if plan.vocab_size is not None:
-            grow_in_config(aside, plan.vocab_size)
-        tensors = _merge_jobs(checkpoint, plan, places, progress)
-    return MergeReport(folder=out, tensors=tensors, is_untied=plan.is_untied)
+    found, changes = read_base_and_adapters(checkpoint, adapters)
+    plan = plan_merge(found, checkpoint, changes, dtype=dtype)
+    with kept_aside(out, overwrite=overwrite) as aside:
+        journal = _Journal(aside, _fingerprint(checkpoint, adapters, dtype, source))
+        _check_room(aside, plan, journal)
+        with FileTensors(checkpoint) as files:
+            merger = FileMerger(checkpoint, source or files, plan, _counted(plan, on_bytes))
+            for file in plan.files:
+                if not journal.has(file):
+                    progress(f"writing {file.name}")
+                    journal.note(file, merger.write(file, journal.part(file)))
+        _write_beside(checkpoint, next(iter(adapters)), plan, aside)
+        journal.close()
+    return MergeReport(
+        folder=out,
+        changed=tuple(tensor.name for tensor in plan.tensors if tensor.is_changed),
+        unchanged=tuple(merger.unchanged),
+        is_untied=plan.is_untied,
+        num_kept=journal.num_kept,
+    )
 
 
-def _check_room(aside: Path, checkpoint: Checkpoint) -> None:
+class _Journal:
+    """Which files of a merge are whole, so that a killed one goes on where it was."""
+
+    def __init__(self, folder: Path, fingerprint: list[object]) -> None:
+        self._folder, self._fingerprint = folder, fingerprint
+        self._done: dict[str, list[int]] = {}
+        self.num_kept = 0
+        if not self._read():
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def has(self, file: OutFile) -> bool:
+        """Whether a file is there, with the size and checksum it was written with."""
+        path = self._folder / file.name
+        is_whole = file.name in self._done and path.is_file()
+        is_whole = is_whole and self._done[file.name] == [path.stat().st_size, _checksum(path)]
+        self.num_kept += is_whole
+        return is_whole
+
+    def part(self, file: OutFile) -> Path:
+        """Where it is written until it is whole."""
+        return self._folder / f"{file.name}.part"
+
+    def note(self, file: OutFile, checksum: int) -> None:
+        """A file is whole: give it its name, then say so."""
+        part = self.part(file)
+        size = part.stat().st_size
+        part.replace(self._folder / file.name)
+        self._done[file.name] = [size, checksum]
+        text = json.dumps({"of": self._fingerprint, "done": self._done})
+        draft = self._folder / f"{_JOURNAL}.part"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self._folder / _JOURNAL)
+
+    def close(self) -> None:
+        """Leave nothing of it in the result."""
+        for path in (self._folder / _JOURNAL, *self._folder.glob("*.part")):
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> bool:
+        try:
+            held = json.loads((self._folder / _JOURNAL).read_text(encoding="utf-8"))
+            self._done = dict(held["done"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return bool(held["of"] == self._fingerprint)
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as stream:
+        while data := stream.read(8 << 20):
+            found = zlib.crc32(data, found)
+    return found
+
+
+def _fingerprint(
+    checkpoint: Checkpoint,
+    adapters: Mapping[Path, float],
+    dtype: torch.dtype | None,
+    source: BaseTensors | None,
+) -> list[object]:
+    """What a merge is made from; one that differs in any of it starts anew."""
+    paths = [checkpoint.folder / file for file in checkpoint.files]
+    paths += [path for folder in adapters for path in sorted(folder.glob("adapter_*"))]
+    read = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+    return [read, list(adapters.values()), str(dtype), str(type(source))]
+
+
+def _counted(plan: MergePlan, on_bytes: Callable[[int, int], None]) -> Callable[[int], None]:
+    total, done = plan.num_bytes, 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_bytes(min(done, total), total)
+
+    return count
+
+
+def _check_room(aside: Path, plan: MergePlan, journal: _Journal) -> None:
+    held = sum(path.stat().st_size for path in aside.iterdir() if path.is_file())
     free = shutil.disk_usage(aside).free
-    if free < checkpoint.num_bytes:
+    if free + held < plan.num_bytes:
         raise ArtifactError(
             f"{aside.parent}: {free:,} bytes are free, the merged model takes "
-            f"{checkpoint.num_bytes:,}; make room or name another place"
+            f"{plan.num_bytes:,}; make room or name another place"
         )
 
 
-def _copy_weights(
-    checkpoint: Checkpoint, plan: MergePlan, aside: Path, progress: Callable[[str], None]
-) -> Mapping[str, tuple[Path, Place]]:
-    """Copy the base's weight files, add one per new tensor; where each tensor of the result is."""
-    places: dict[str, tuple[Path, Place]] = {}
-    held: dict[str, set[str]] = {file: set() for file in plan.file_names}
-    for name, (file, _) in checkpoint.tensors.items():
-        held[file].add(name)
-    for file, copy in plan.file_names.items():
-        progress(f"copying {file}")
-        grown = {name: rows for name, rows in plan.grown.items() if name in held[file]}
-        copy_file(checkpoint.folder / file, aside / copy, grown)
-        found = read_places(aside / copy)
-        places.update({name: (aside / copy, place) for name, place in found.items()})
-    for name, file in plan.new_files.items():
-        like = checkpoint.tensors[plan.sources[name]][1]
-        num_rows = plan.grown.get(name, like.shape[0])
-        places[name] = (aside / file, create_file(aside / file, name, like.with_rows(num_rows)))
-    if plan.new_files or checkpoint.index is not None:
-        write_index(
-            aside, {name: place[0].name for name, place in places.items()}, checkpoint.index
-        )
-    return places
-
-
-def _merge_jobs(
-    checkpoint: Checkpoint,
-    plan: MergePlan,
-    places: Mapping[str, tuple[Path, Place]],
-    progress: Callable[[str], None],
-) -> tuple[MergedTensor, ...]:
-    progress(f"merging {len(plan.jobs)} tensors")
-    merged = (_merge_job(checkpoint, job, places[job.name]) for job in plan.jobs)
-    return tuple(tensor for tensor in merged if tensor is not None)
-
-
-def _merge_job(
-    checkpoint: Checkpoint, job: MergeJob, target: tuple[Path, Place]
-) -> MergedTensor | None:
-    """Write one tensor, then open the file again and check it."""
-    file, base = checkpoint.tensors[job.source]
-    path, place = target
-    with ExitStack() as stack:
-        source = stack.enter_context((checkpoint.folder / file).open("rb"))
-        if job.read is None:
-            copy_tensor(source, base, stack.enter_context(path.open("r+b")), place)
-            return None
-        change = job.read(sum_dtype(base))
-        with path.open("r+b") as stream:
-            apply_change(change, job.name, source, base, stream, place)
-        return check_applied(
-            change, job.name, source, base, stack.enter_context(path.open("rb")), place
-        )
+def _write_beside(checkpoint: Checkpoint, adapter: Path, plan: MergePlan, aside: Path) -> None:
+    """Index, config, generation config, tokenizer, template, licence."""
+    copy_side_files(checkpoint.folder, adapter, aside)
+    if len(plan.files) > 1 or checkpoint.index is not None:
+        names = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+        write_index(aside, names, checkpoint.index, plan.num_bytes)
+    if plan.is_untied:
+        untie_in_config(aside)
+    if plan.vocab_size is not None:
+        grow_in_config(aside, plan.vocab_size)
+    if plan.dtype is not None:
+        cast_in_config(aside, plan.dtype)

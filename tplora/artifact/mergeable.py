@@ -18,14 +18,14 @@ _UNDERSTOOD = {
     "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
     "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type",
     "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
-    "use_rslora",
+    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_bdlora",
+    "use_dora", "use_rslora", "kasa_config",
 }  # fmt: skip
 # The other ways to initialise change the base's weights as well (PiSSA, OLoRA, LoftQ, CorDA ...).
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
 
 
-_NEVER = ("use_bdlora", "alora_invocation_tokens", "kasa_config")
+_NEVER = ("alora_invocation_tokens", "arrow_config", "monteclora_config", "use_qalora")
 
 
 def unmergeable_field(config: LoraConfig) -> str | None:
@@ -39,8 +39,12 @@ def can_merge_into(target: Path, adapter: Path) -> bool:
     return not target.exists() and unmergeable_field(config) is None
 
 
-def check_mergeable(adapter: AdapterFiles) -> None:
-    """Refuse what cannot be merged exactly. A parameter that is one matrix is merged like a module.
+def check_mergeable(adapter: AdapterFiles, *, is_alone: bool = True) -> None:
+    """Refuse what cannot be merged exactly.
+
+    Args:
+        adapter: To be merged.
+        is_alone: Whether no other adapter is merged with it.
 
     Raises:
         ArtifactError: If the config asks for what is no change of single tensors.
@@ -56,13 +60,13 @@ def check_mergeable(adapter: AdapterFiles) -> None:
                 f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged "
                 "into files; use the adapter unmerged"
             )
-    stacked = [pair.module for pair in adapter.pairs if pair.num_matrices > 1]
-    if stacked:
-        raise ArtifactError(
-            f"{adapter.folder}: adapts the experts {stacked[0]} and {len(stacked) - 1} more, which "
-            "cannot be merged file by file yet; merge with peft's merge_and_unload, or use the "
-            "adapter unmerged"
-        )
+    for name in ("bias", "kasa_config"):
+        value = getattr(adapter.config, name)
+        if not is_alone and value not in (None, "none"):
+            raise ArtifactError(
+                f"{adapter.folder}/adapter_config.json: {name} = {value!r} changes the base for "
+                "every other adapter as well; merge it alone"
+            )
     problem = _config_problem(adapter)
     if problem:
         raise ArtifactError(f"{adapter.folder}: {problem}; use the adapter unmerged")
@@ -77,9 +81,6 @@ def _config_problem(adapter: AdapterFiles) -> str | None:
             if (key is None) == bool(getattr(config, field)):
                 found = f"{pair.module} has none" if key is None else f"it holds {key}"
                 return f"{field} is {getattr(config, field)}, but {found}"
-    for name, key in adapter.others.items():
-        if not _is_accounted_for(config, name):
-            return f"{key} is no factor of LoRA, and its config names no such part"
     if adapter.trained_tokens and config.trainable_token_indices is None:
         return "it holds rows of tokens, but trainable_token_indices names none"
     return None
@@ -94,10 +95,25 @@ def _is_accounted_for(config: LoraConfig, name: str) -> bool:
     ends = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]  # a saved module may hold others
     if any(end.endswith(saved) for end in ends for saved in config.modules_to_save or ()):
         return True
-    return leaf == "weight" and not any(part.isdigit() for part in parts)
+    return not any(part.isdigit() for part in parts)  # PEFT saves adapted ends with their own
 
 
-def name_mismatch(adapter: AdapterFiles, wanted: str, names: Collection[str]) -> ArtifactError:
+def check_saved(adapter: AdapterFiles) -> None:
+    """Refuse a tensor that PEFT would put in the base's place and no option has asked for.
+
+    Raises:
+        ArtifactError: With its key.
+    """
+    for name, key in adapter.others.items():
+        is_factor = adapter.config.kasa_config is not None and name.endswith(".lora_diag")
+        if not (is_factor or _is_accounted_for(adapter.config, name)):
+            raise ArtifactError(
+                f"{adapter.folder}: {key} is no factor of LoRA, and its config names no such part; "
+                "use the adapter unmerged"
+            )
+
+
+def name_mismatch(folder: Path, wanted: str, names: Collection[str]) -> ArtifactError:
     """The error for a tensor that the base's files do not hold under its own name."""
     module = wanted.rpartition(".")[0]
     parts = wanted.split(".")
@@ -111,13 +127,12 @@ def name_mismatch(adapter: AdapterFiles, wanted: str, names: Collection[str]) ->
         ),
         None,
     )
-    where = f"{adapter.folder}: adapts {module}, but the base's files hold no {wanted}"
+    where = f"{folder}: adapts {module}, but the base's files hold no {wanted}"
     if near is None:
         return ArtifactError(f"{where}; name the base that this adapter was trained on")
     return ArtifactError(
-        f"{where}; they hold {near}: their names carry another prefix than the model's modules; "
-        "load the base with transformers, save it with save_pretrained(..., "
-        "save_original_format=False) and merge into that"
+        f"{where}; they hold {near}: the adapter was trained on a model whose modules carry "
+        "another prefix; rename its tensors with tplora convert --rename OLD=NEW"
     )
 
 

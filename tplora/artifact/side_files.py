@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tplora.artifact.checkpoint import INDEX
 from tplora.saved.files import find_file
 
-__all__ = ["copy_side_files", "grow_in_config", "untie_in_config", "write_index"]
+__all__ = [
+    "cast_in_config",
+    "copy_side_files",
+    "grow_in_config",
+    "untie_in_config",
+    "write_index",
+]
 
 # Weights in any format and their indices; the base's card and git's files speak of the base only.
 _LEFT_OUT = (
@@ -46,19 +54,28 @@ def _check_own(path: Path) -> None:
             find_file(one.parent, [one.name])
 
 
-def write_index(folder: Path, files: Mapping[str, str], base_index: dict[str, Any] | None) -> None:
+def write_index(
+    folder: Path,
+    files: Mapping[str, str],
+    base_index: dict[str, Any] | None,
+    num_bytes: int,
+) -> None:
     """Write which file holds which tensor, with the base's notes where they still hold.
 
     Args:
         folder: Where the weight files are.
         files: Tensor to file.
         base_index: The base's own index, if it has one.
+        num_bytes: Of all tensors.
     """
-    if base_index is not None and base_index["weight_map"] == files:
-        index = base_index
+    notes = {} if base_index is None else base_index.get("metadata", {})
+    if base_index is None or base_index["weight_map"] != files or "total_size" not in notes:
+        index = {
+            "metadata": {**notes, "total_size": num_bytes},
+            "weight_map": dict(sorted(files.items())),
+        }
     else:
-        size = sum((folder / file).stat().st_size for file in set(files.values()))
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+        index = {**base_index, "metadata": {**notes, "total_size": num_bytes}}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     (folder / INDEX).write_text(text, encoding="utf-8")
 
@@ -71,6 +88,13 @@ def untie_in_config(folder: Path) -> None:
 def grow_in_config(folder: Path, vocab_size: int) -> None:
     """Say in ``config.json`` how many tokens the model has."""
     _set_in_config(folder, "vocab_size", value=vocab_size, is_added=False)
+
+
+def cast_in_config(folder: Path, dtype: torch.dtype) -> None:
+    """Say in ``config.json`` what the weights are written in, under the names that it has."""
+    name = str(dtype).removeprefix("torch.")
+    for key in ("dtype", "torch_dtype"):
+        _set_in_config(folder, key, value=name, is_added=False)
 
 
 def _set_in_config(folder: Path, key: str, *, value: object, is_added: bool) -> None:

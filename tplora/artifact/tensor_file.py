@@ -1,15 +1,13 @@
-"""A safetensors file whose tensors are read, and changed in place, a few rows at a time.
+"""A safetensors file whose tensors are read a few rows at a time.
 
 The format: eight bytes with the header's length, the header as JSON, the tensors' bytes, row-major
-and little-endian. Changing a copy in place keeps names, order, dtypes, metadata and every tensor
-that nobody touches, and memory is bounded by the rows in hand, whatever the file's size.
+and little-endian. Memory is bounded by the rows in hand, whatever the file's size.
 
 Source: the safetensors format, github.com/huggingface/safetensors, README.md.
 """
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +22,16 @@ __all__ = [
     "CHUNK_BYTES",
     "DTYPES",
     "Place",
-    "copy_file",
-    "create_file",
+    "bytes_of",
+    "cast_place",
+    "header_of",
+    "read_metadata",
     "read_places",
     "read_rows",
     "row_chunks",
-    "write_rows",
 ]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes of a tensor that are held at once."""
 
 DTYPES = {
@@ -68,7 +67,12 @@ class Place:
     @property
     def row_bytes(self) -> int:
         """Bytes of one index of dim 0."""
-        return (self.end - self.begin) // self.shape[0]
+        return (self.end - self.begin) // max(1, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Entries of dim 0; a single number is one row."""
+        return self.shape[0] if self.shape else 1
 
 
 def read_places(file: Path) -> dict[str, Place]:
@@ -117,82 +121,59 @@ def _check_places(file: Path, places: Mapping[str, Place], start: int) -> None:
         end = place.end
 
 
-def copy_file(source: Path, target: Path, grown: Mapping[str, int]) -> None:
-    """Copy a file; tensors named in ``grown`` get that many rows, of zeros after their own.
+def cast_place(place: Place, dtype: torch.dtype) -> Place:
+    """The same tensor in another dtype; one that is no plain float stays as it is."""
+    if place.dtype is None:
+        return place
+    names = {found: name for name, found in DTYPES.items()}
+    num_bytes = math.prod(place.shape) * dtype.itemsize
+    return replace(place, stored_as=names[dtype], end=place.begin + num_bytes)
 
-    Where nothing grows, the copy is the file byte for byte.
-    """
-    if not grown:
-        shutil.copyfile(source, target)
-        return
-    places = read_places(source)
-    moved, offset = {}, 0
-    for name, place in sorted(places.items(), key=lambda item: item[1].begin):
-        larger = place.with_rows(grown[name]) if name in grown else place
-        moved[name] = (place, larger, offset)
-        offset += larger.end - larger.begin
-    entries = {
-        name: {
-            "dtype": larger.stored_as,
-            "shape": larger.shape,
-            "data_offsets": [begin, begin + larger.end - larger.begin],
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a file says of itself."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        found: dict[str, str] = json.loads(stream.read(length)).get("__metadata__", {})
+    return found
+
+
+def header_of(tensors: Mapping[str, Place], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file that holds ``tensors`` one after the other, in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, place in tensors.items():
+        end = offset + place.end - place.begin
+        entries[name] = {
+            "dtype": place.stored_as,
+            "shape": list(place.shape),
+            "data_offsets": [offset, end],
         }
-        for name, (_, larger, begin) in moved.items()
-    }
-    with source.open("rb") as old, target.open("wb") as new:
-        start = _write_header(new, entries)
-        for place, _, begin in moved.values():
-            old.seek(place.begin)
-            new.seek(start + begin)
-            _copy_bytes(old, new, place.end - place.begin)
-        new.truncate(start + offset)
-
-
-def _copy_bytes(old: BinaryIO, new: BinaryIO, num_bytes: int) -> None:
-    while num_bytes:
-        data = old.read(min(CHUNK_BYTES, num_bytes))
-        new.write(data)
-        num_bytes -= len(data)
-
-
-def _write_header(stream: BinaryIO, entries: Mapping[str, Any]) -> int:
-    """Write a file's header; return where the tensors begin."""
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        offset = end
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    stream.write(len(header).to_bytes(8, "little") + header)
-    return stream.tell()
-
-
-def create_file(file: Path, name: str, like: Place) -> Place:
-    """Make a file with one tensor of zeros, called ``name``, of the dtype and shape of ``like``."""
-    num_bytes = like.end - like.begin
-    entry = {"dtype": like.stored_as, "shape": like.shape, "data_offsets": [0, num_bytes]}
-    with file.open("wb") as stream:
-        begin = _write_header(stream, {name: entry})
-        stream.truncate(begin + num_bytes)
-    return Place(stored_as=like.stored_as, shape=like.shape, begin=begin, end=begin + num_bytes)
+    return len(header).to_bytes(8, "little") + header
 
 
 def row_chunks(place: Place) -> Iterator[slice]:
     """Slices of dim 0 that together cover the tensor, each of ``CHUNK_BYTES`` at most."""
     step = max(1, CHUNK_BYTES // max(1, place.row_bytes))
-    for start in range(0, place.shape[0], step):
-        yield slice(start, min(start + step, place.shape[0]))
+    for start in range(0, place.num_rows, step):
+        yield slice(start, min(start + step, place.num_rows))
 
 
 def read_rows(stream: BinaryIO, place: Place, rows: slice) -> torch.Tensor:
     """Rows of a tensor whose dtype is a plain float, in that dtype."""
-    stream.seek(place.begin + rows.start * place.row_bytes)
-    data = bytearray((rows.stop - rows.start) * place.row_bytes)
-    stream.readinto(data)  # type: ignore[attr-defined]  # typeshed: a BinaryIO opened "rb" has it
     assert place.dtype is not None, "the caller has checked the dtype"
-    tensor = torch.frombuffer(data, dtype=place.dtype)
-    return tensor.view(rows.stop - rows.start, *place.shape[1:])
-
-
-def write_rows(stream: BinaryIO, place: Place, rows: slice, tensor: torch.Tensor) -> None:
-    """Put ``tensor`` in the place of ``rows``; dtype and shape have to be theirs."""
-    assert tensor.dtype == place.dtype, "the caller has cast it"
-    assert math.prod(tensor.shape[1:]) == math.prod(place.shape[1:]), "the caller has checked it"
+    if not place.shape:
+        rows = slice(0, 1)
+    tensor = torch.empty((rows.stop - rows.start, *place.shape[1:]), dtype=place.dtype)
     stream.seek(place.begin + rows.start * place.row_bytes)
-    stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+    stream.readinto(bytes_of(tensor))  # type: ignore[attr-defined]  # a BinaryIO opened "rb" has it
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    found: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return found

@@ -151,17 +151,26 @@ def check_shards(model: PreTrainedModel, plan: Plan) -> None:
     """
     for layer in plan.layers:
         leaf = layer.name if layer.kind == "parameter" else f"{layer.name}.weight"
-        module: Any = model.get_submodule(layer.module_name)
-        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        module = _own_module(model, layer.module_name)
         if is_quantized_linear(module):
             check_quantized_shard(leaf, module, layer.weight, plan.tp_size)
         else:
             weight = model.get_parameter(leaf)
             _check_weight(layer.weight, layer.style, leaf, weight, plan.tp_size)
     for part in plan.trained:
-        if part.weight is not None:
-            weight = model.get_submodule(part.name).weight
-            _check_weight(part.weight, part.style, f"{part.name}.weight", weight, plan.tp_size)
+        if part.weight is None:
+            continue
+        module, leaf = _own_module(model, part.name), f"{part.name}.weight"
+        if is_quantized_linear(module):  # whose bias is trained
+            check_quantized_shard(leaf, module, part.weight, plan.tp_size)
+        else:
+            _check_weight(part.weight, part.style, leaf, module.weight, plan.tp_size)
+
+
+def _own_module(model: PreTrainedModel, name: str) -> Any:
+    """The base's module, also where an adapter is put around it."""
+    module = model.get_submodule(name)
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def _check_weight(

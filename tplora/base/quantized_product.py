@@ -19,6 +19,7 @@ from tplora.plan.style import STYLES
 from tplora.upstream import expanded_tp_plan, local_shard, transform_output
 from tplora.upstream.quantization import (
     four_bit_product,
+    four_bit_values,
     is_four_bit,
     is_quantized_linear,
     keep_packing,
@@ -30,24 +31,40 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-__all__ = ["hold_exact", "local_bias", "multiply"]
+__all__ = ["dequantize", "hold_exact", "local_bias", "multiply"]
 
 
-def multiply(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(
+    module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, *, computes_in_own: bool = False
+) -> torch.Tensor:
     """``x W^T + bias`` with this rank's piece of W, in x's dtype. No communication.
 
     In 4 bits it is computed in the module's ``compute_dtype``, as by bitsandbytes. In 8 bits the
     input keeps its dtype: bitsandbytes does so when it trains on a CPU, while on a GPU it rounds
     each row of x to 8 bits by its largest value, which on a rank that has a slice of the row is
     another one.
+
+    Args:
+        module: The linear.
+        x: ``[..., I]``, or this rank's piece of I.
+        bias: This rank's piece, or None.
+        computes_in_own: Compute in x's dtype in 4 bits, too, as DoRA does with W unpacked.
     """
     if is_four_bit(module):
-        return four_bit_product(module, x, bias)
+        return four_bit_product(module, x, bias, x.dtype if computes_in_own else None)
     weight: Any = module.weight
     product: torch.Tensor = _EightBitProduct.apply(  # type: ignore[no-untyped-call]
         x, weight.data, weight.SCB, None if bias is None else bias.to(x.dtype)
     )
     return product
+
+
+def dequantize(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's piece of W ``[O, I]`` as it is multiplied by. No communication."""
+    if is_four_bit(module):
+        return four_bit_values(module).to(dtype)
+    weight: Any = module.weight
+    return _dequantize(weight.data, weight.SCB, dtype)
 
 
 class _EightBitProduct(torch.autograd.Function):
@@ -65,8 +82,16 @@ class _EightBitProduct(torch.autograd.Function):
         return F.linear(x, _dequantize(values, scales, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return grad @ _dequantize(ctx.values, ctx.scales, grad.dtype), None, None, None
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
+        of_input, _, _, of_bias = ctx.needs_input_grad
+        return (
+            grad @ _dequantize(ctx.values, ctx.scales, grad.dtype) if of_input else None,
+            None,
+            None,
+            grad.flatten(0, -2).sum(dim=0) if of_bias else None,
+        )
 
 
 def _dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tplora.errors import LaunchError, TploraError
+from tplora.errors import DataError, LaunchError, RecipeError, ShardError, TploraError
 
 __all__ = [
     "Exit",
@@ -20,11 +20,17 @@ __all__ = [
     "format_traceback",
     "read_exits",
     "record_failure",
+    "will_come_again",
 ]
+
+_USAGE = 2  # what a command line exits with that cannot be understood
 
 # Files whose frames only say how the program was entered; the reader wants what comes after.
 _WRAPPERS = ("runpy", os.path.join("launch", "rank.py"), os.path.join("tplora", "__main__.py"))
 _WRAPPER_PACKAGES = ("typer", "click")
+
+# What the same run does again, whenever it is started: asked for wrongly, not gone wrong.
+_CERTAIN = (RecipeError, DataError, ShardError, LaunchError)
 
 # What gloo and NCCL say when the other side is gone: a consequence, hardly ever the cause.
 _LOST_PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
@@ -43,6 +49,8 @@ class FailureRecord:
     is_lost_peer: bool
     """Whether it only says that another rank is gone."""
     traceback: str
+    is_certain: bool = False
+    """Whether it would come again if all were started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,7 @@ def record_failure(path: Path, error: BaseException) -> None:
         message=str(error),
         is_user_error=isinstance(error, TploraError),
         is_lost_peer=any(_is_lost_peer(link) for link in _chain(error)),
+        is_certain=isinstance(error, _CERTAIN),
         traceback=format_traceback(error, max_frames=20),
     )
     aside = path.with_suffix(".part")
@@ -113,6 +122,20 @@ def describe_failure(cause: Exit, *, num_processes: int, log: Path | None) -> La
     if record is not None:
         return LaunchError(f"{where} stopped with {record.type_name} (traceback above){wrote}")
     return LaunchError(f"{where} {describe_exit(cause.code)}; the other ranks were ended{wrote}")
+
+
+def will_come_again(cause: Exit, last_said: str | None) -> bool:
+    """Whether starting all ranks again would only end the same way.
+
+    Args:
+        cause: Why they ended.
+        last_said: The message of the time before: an error of ours that comes a second time, word
+            for word, comes a third time.
+    """
+    if cause.record is None:
+        return cause.code == _USAGE
+    is_repeated = cause.record.is_user_error and cause.record.message == last_said
+    return cause.record.is_certain or is_repeated
 
 
 def format_traceback(error: BaseException, *, max_frames: int) -> str:

@@ -1,8 +1,9 @@
 """One launched process: where it writes, what it leaves behind when it fails, how it ends.
 
-    python -m tplora.launch.rank RECORDS LOGS RANK (-m MODULE | SCRIPT) [ARGUMENT ...]
+    python -m tplora.launch.rank RECORDS LOGS (-m MODULE | SCRIPT) [ARGUMENT ...]
 
-RECORDS and LOGS are folders; rank 0 keeps the terminal, rank 1 writes to LOGS/rank1.log.
+RECORDS and LOGS are folders; the first rank of a node keeps the terminal, rank 1 writes to
+LOGS/rank1.log, and on when it is started again.
 
 Imports nothing heavy, so that all this holds from the process's first moment.
 """
@@ -29,16 +30,17 @@ _EXIT_S = 3
 
 def main() -> None:
     """Run a program as one rank; an exception goes to ``RECORDS``, not to the terminal."""
-    records, logs, rank, *program = sys.argv[1:]
+    records, logs, *program = sys.argv[1:]
+    rank, is_first = os.environ["RANK"], os.environ["LOCAL_RANK"] == "0"
     _die_with_launcher()
     faulthandler.enable()
-    if rank != "0":
+    if not is_first:
         _write_to(Path(logs) / f"rank{rank}.log")
     try:
         run_program(program)
     except Exception as error:
         record_failure(Path(records) / f"rank{rank}.json", error)
-        if rank != "0":
+        if not is_first:
             sys.excepthook(type(error), error, error.__traceback__)
         _leave()
 
@@ -62,7 +64,9 @@ def _die_with_launcher() -> None:
 
 def _write_to(log: Path) -> None:
     """Send all output to one file, line by line, so that it reads in order."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    how = os.O_APPEND if is_restarted else os.O_TRUNC
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | how, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

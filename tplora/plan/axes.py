@@ -63,6 +63,23 @@ class Axes:
                 f"use --nproc-per-node {self.world_size}, or sizes whose product is {world_size}"
             )
 
+    def check_node(self, local_world_size: int) -> None:
+        """Refuse nodes that a tp group does not fit into: its collectives are in every layer.
+
+        Args:
+            local_world_size: Processes of each node.
+
+        Raises:
+            LaunchError: With the sizes that fit.
+        """
+        if local_world_size % self.tp_size:
+            fitting = [str(n) for n in range(1, local_world_size + 1) if not local_world_size % n]
+            raise LaunchError(
+                f"parallel.tp_size = {self.tp_size}: a node has {local_world_size} processes, and "
+                f"the ranks of a tp group have to share one; use tp_size {', '.join(fitting)}, and "
+                "fsdp_size or dp_replicate_size for the rest"
+            )
+
 
 def fill_world(world_size: int, parallel: ParallelTable) -> Axes:
     """The axes of a world of that size; tp_size "auto" is what the data axes leave.

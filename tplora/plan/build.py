@@ -26,10 +26,10 @@ from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
     QuantizationPlan,
     adapter_problems,
-    find_adapter_config_problems,
     plan_quantization,
     quantization_problems,
 )
+from tplora.plan.quantized_options import find_adapter_config_problems
 from tplora.plan.style import AROUND_EXPERTS, STYLES
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import build_meta_model, lora_rank_of
@@ -133,7 +133,7 @@ def plan_model(
     quantized, found = plan_quantization(model, quantization)
     problems += found
     if quantized is not None:
-        problems += find_adapter_config_problems(lora)
+        problems += find_adapter_config_problems(quantized, lora)
         problems += quantization_problems(quantized, facts, tp_size=tp_size, base_dtype=base_dtype)
     try:
         targets = match_targets(model, lora, facts)

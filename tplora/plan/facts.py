@@ -223,8 +223,7 @@ def _part_facts(name: str, module: nn.Module, style: str | None) -> PartFacts:
         kind=kind,
         style=style,
         parameters=tuple(
-            (leaf, tuple(map(int, parameter.shape)))
-            for leaf, parameter in module.named_parameters(recurse=False)
+            (leaf, weight_shape(module, leaf)) for leaf, _ in module.named_parameters(recurse=False)
         ),
         is_container=is_container,
         has_buffers=any(not isinstance(tensor, nn.Parameter) for tensor in state),

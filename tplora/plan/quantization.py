@@ -18,7 +18,6 @@ from tplora.upstream.quantization import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from peft import LoraConfig
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
     from tplora.plan.facts import ModelFacts, ModuleFacts
@@ -30,15 +29,10 @@ __all__ = [
     "QuantizationPlan",
     "adapter_problems",
     "build_quantization_config",
-    "find_adapter_config_problems",
     "plan_quantization",
     "quantization_problems",
 ]
 
-_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal")
-_NOT_ON_QUANTIZED = (
-    "use_dora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "lora_bias"
-)  # fmt: skip
 _READ_PACKED = ("dots3_note_text", "gemma3n_text", "hy_v4", "inkling2_loop_text")
 """Models that cast an input to a weight's dtype or clamp a weight (transformers 5.24)."""
 _GROUP_SIZE = 256
@@ -65,6 +59,8 @@ class QuantizationPlan:
     """What 4-bit layers multiply in, such as "bfloat16"."""
     names: frozenset[str]
     """The linear layers whose weights are quantised."""
+    storage: str = "uint8"
+    """The dtype that packed 4-bit weights pretend to have."""
 
     def __str__(self) -> str:
         """As a person calls it."""
@@ -127,6 +123,7 @@ def plan_quantization(
         is_double=not config.load_in_8bit and config.bnb_4bit_use_double_quant,
         compute_dtype=str(config.bnb_4bit_compute_dtype).removeprefix("torch."),
         names=frozenset(loaded or names_to_quantize(model, config)),
+        storage=str(config.bnb_4bit_quant_storage).removeprefix("torch."),
     )
     return plan, [
         *_config_problems(config),
@@ -212,20 +209,6 @@ def _cut_problems(plan: QuantizationPlan, modules: list[ModuleFacts], tp_size: i
     return problems
 
 
-def find_adapter_config_problems(lora: LoraConfig) -> list[str]:
-    """What of an adapter reads, changes or trains the base, and is not known to be exact here."""
-    names = [name for name in _NOT_ON_QUANTIZED if getattr(lora, name)]
-    if lora.init_lora_weights not in _INITS_THAT_LEAVE_THE_BASE:
-        names.append("init_lora_weights")
-    if lora.bias != "none":
-        names.append("bias")
-    return [
-        f"lora.{name} = {getattr(lora, name)!r}: is not known to be exact where the base is "
-        "quantised; leave it out, or [quantization]"
-        for name in names
-    ]
-
-
 def adapter_problems(
     plan: QuantizationPlan,
     layers: Iterable[LayerPlan],
@@ -250,7 +233,7 @@ def adapter_problems(
         f"lora.modules_to_save: {part.name} is quantised and cannot be trained; add it to "
         "quantization.llm_int8_skip_modules"
         for part in trained
-        if part.name in plan.names
+        if part.name in plan.names and part.what != "bias"
     ]
     return unread[:1] + packed[:1]
 

@@ -73,7 +73,6 @@ REFUSED_KEYS: Mapping[str, str] = {
     "fp16_full_eval": _HALF,
     "neftune_noise_alpha": "draws noise on each rank alone, so ranks could differ; leave it out",
     "auto_find_batch_size": "one rank out of memory would leave the others waiting; leave it out",
-    "label_smoothing_factor": "needs the whole vocabulary's logits on every rank; leave it out",
     "activation_offloading": _UNCHECKED,
     "debug": _UNCHECKED,
     "use_cache": "trl turns it off in training; leave it out",
@@ -146,6 +145,10 @@ def find_train_problems(
     yield from _save_problems(train, places)
     yield from _worker_problems(train, places)
     yield from _checkpointing_problems(train, places)
+    if train.get("label_smoothing_factor") and train.get("loss_type", "nll") != "nll":
+        message = 'trl smooths the labels of loss_type "nll" alone; leave one of them out'
+        key, value = "label_smoothing_factor", train["label_smoothing_factor"]
+        yield say_problem(["train", key], message, places=places, value=value)
 
 
 def _say_value(key: str, value: object) -> str | None:
@@ -172,7 +175,7 @@ def _say_number(key: str, value: float) -> str | None:
         return "needs a whole number of steps, or a fraction of the run below 1"
     if key == "max_steps" and value < 1:
         return "needs 1 or more; leave it out to train for num_train_epochs"
-    if key.startswith("adam_beta") and not 0 <= value < 1:
+    if (key.startswith("adam_beta") or key == "label_smoothing_factor") and not 0 <= value < 1:
         return "needs a number from 0 up to, but not, 1"
     return None
 

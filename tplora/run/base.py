@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from tplora.adapter.base_record import read_base_record
 from tplora.base.fingerprint import check_same_base
 from tplora.base.source import resolve_model
 from tplora.errors import ArtifactError
@@ -16,7 +17,7 @@ from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
 from tplora.saved.config import read_saved_config
 
-__all__ = ["Base", "find_base"]
+__all__ = ["Base", "find_base", "named_base"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Base:
     dtype: torch.dtype
     """Of the weights, as in training."""
     quantization: BitsAndBytesConfig | None = None
-    """How they are quantised on their way, as in training; a bare adapter does not say."""
+    """How they are quantised on their way, as in training."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,7 +44,9 @@ class Base:
 def find_base(
     run: Path, adapter: Path, *, progress: Callable[[str], None] = lambda message: None
 ) -> Base:
-    """The base of a run: from its ``recipe.toml``, or of a bare adapter, from PEFT's config.
+    """The base of a run: from its ``recipe.toml``, or of a bare adapter, from what lies beside it.
+
+    That is PEFT's config, which names it, and tplora's record of how it was held, if there is one.
 
     Args:
         run: The run's folder.
@@ -51,20 +54,44 @@ def find_base(
         progress: Called with one line before each long step.
 
     Raises:
-        ArtifactError: If a bare adapter does not say what its base is, or what is there now is
-            another one.
+        ArtifactError: If a bare adapter does not say what its base is, its record is damaged, or
+            what is there now is another base.
         RecipeError: If the run's recipe cannot be read.
         SourceError: If the base cannot be had any more.
     """
     kept = run / "recipe.toml"
     recipe = load_recipe(kept) if kept.is_file() else None
-    model = _named_by(adapter) if recipe is None else recipe.model
-    quantization = None if recipe is None else build_quantization_config(recipe.quantization)
+    if recipe is None:
+        model, quantization = _recorded(adapter)
+    else:
+        model, quantization = recipe.model, build_quantization_config(recipe.quantization)
     source = resolve_model(model, recipe_folder=run, progress=progress)
     revision = None if source.is_local else model.revision
     check_same_base(adapter, source.path, revision=revision)
     dtype = _dtype(model.dtype, source.path, revision)
     return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
+
+
+def _recorded(adapter: Path) -> tuple[ModelTable, BitsAndBytesConfig | None]:
+    """What a bare adapter says of its base: its name, and how it was held."""
+    model, record = _named_by(adapter), read_base_record(adapter)
+    if record is None:
+        return model, None
+    return model.model_copy(update={"dtype": record.dtype}), record.quantization_config
+
+
+def named_base(name: str, *, progress: Callable[[str], None] = lambda message: None) -> Base:
+    """A base that was named itself, a folder or a hub id, in the dtype that its config says.
+
+    Raises:
+        SourceError: If it cannot be had.
+    """
+    model = ModelTable(pretrained_model_name_or_path=name)
+    source = resolve_model(model, recipe_folder=Path(), progress=progress)
+    revision = None if source.is_local else model.revision
+    return Base(
+        path=source.path, revision=revision, dtype=_dtype(model.dtype, source.path, revision)
+    )
 
 
 def _named_by(adapter: Path) -> ModelTable:

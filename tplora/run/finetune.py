@@ -6,45 +6,50 @@ rows, plan -> base shards -> factors -> trl's trainer -> adapter, probe, picture
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
-from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from transformers import PrinterCallback
 from trl import SFTConfig
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
-from tplora.adapter.save import save_adapter
-from tplora.artifact.merge import merge_adapter
-from tplora.artifact.mergeable import can_merge_into
+from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
-from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.base.load import check_shards, load_base
 from tplora.base.resize import resize_tokens
 from tplora.base.source import ModelSource, resolve_model
-from tplora.errors import ArtifactError, TploraError
-from tplora.files import write_text_aside
-from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
+from tplora.files import write_text_aside, written_aside
+from tplora.mesh import (
+    Processes,
+    current_processes,
+    join_process_group,
+    leave_process_group,
+    num_restarts,
+)
 from tplora.plan.axes import fill_world
 from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
+from tplora.run.base import Base
+from tplora.run.begin import check_shared_folder, find_start
 from tplora.run.card import card_facts
+from tplora.run.finish import finish
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
-from tplora.run.summary import RunSummary
+from tplora.run.stage import Stage
+from tplora.run.start import Start
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
 from tplora.train.metrics import MetricsCallback, read_metrics
 from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
+from tplora.train.preemption import StopsWhenAsked, asked_to_end
 from tplora.train.preview import preview
 from tplora.train.progress import TrainingProgress
 from tplora.train.trainer import TploraSFTTrainer
 
 if TYPE_CHECKING:
+    import threading
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
@@ -53,12 +58,13 @@ if TYPE_CHECKING:
     from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
     from tplora.recipe.schema import Recipe
+    from tplora.run.summary import RunSummary
     from tplora.train.data import TokenizedRows
 
 __all__ = ["run_finetune"]
 
 
-def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSummary:
+def run_finetune(recipe: Recipe, folder: Path, *, start: Start | None = None) -> RunSummary:
     """Train ``recipe`` and leave the run in ``folder``.
 
     Collective: every rank of the world calls it; the first rank writes and shows.
@@ -66,16 +72,28 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
     Args:
         recipe: A checked recipe.
         folder: The run's folder, cleared or new; of a run that is resumed, as it was left.
-        resume: Whether to go on from the folder's last whole checkpoint, over any
-            axes.
+        start: Whether to go on from the folder's last whole checkpoint, over any axes.
 
     Raises:
+        PreemptedError: On every rank, if one got SIGTERM while training; a checkpoint is saved.
         TploraError: Whatever stops the run, on every rank; nothing half-written is left.
     """
-    processes = current_processes()
+    processes, start = current_processes(), start or Start()
+    with asked_to_end() as asked:
+        base = _run_ranks(recipe, folder, processes, start, asked)
+    return finish(recipe, base, folder, processes)
+
+
+def _run_ranks(
+    recipe: Recipe, folder: Path, processes: Processes, start: Start, asked: threading.Event
+) -> Base:
     device = join_process_group(processes)
     try:
-        with _Stage(folder, is_writer=processes.rank == 0, resume=resume) as stage:
+        keeps_log = start.goes_on or num_restarts() > 0
+        with Stage(folder, asked, is_writer=processes.rank == 0, keeps_log=keeps_log) as stage:
+            if processes.world_size > processes.local_world_size and _saves(recipe):
+                check_shared_folder(folder)
+            stage.checkpoint = find_start(folder, start, say=stage.say)
             source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
             axes = fill_world(processes.world_size, recipe.parallel)
             plan = plan_recipe(recipe, tp_size=axes.tp_size)
@@ -87,45 +105,29 @@ def run_finetune(recipe: Recipe, folder: Path, *, resume: bool = False) -> RunSu
             gc.collect()
     finally:
         leave_process_group()
-    return _finish(recipe, source, plan, folder, processes, dtype)
+    return Base(
+        path=source.path,
+        revision=None if source.is_local else recipe.model.revision,
+        dtype=dtype,
+        quantization=build_quantization_config(recipe.quantization),
+    )
 
 
-class _Stage(ExitStack):
-    """Where one rank writes and shows: the first one does, the others do neither."""
-
-    def __init__(self, folder: Path, *, is_writer: bool, resume: bool) -> None:
-        super().__init__()
-        self.folder, self.is_writer, self.resume = folder, is_writer, resume
-        self.consoles: list[Console] = []
-        if is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
-            mode = "a" if resume else "w"
-            log = self.enter_context((folder / "log.txt").open(mode, encoding="utf-8"))
-            self.consoles = [Console(), Console(file=log, width=120, force_terminal=False)]
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
-        """Keep in the log what ended the run; the terminal is told by whoever started it."""
-        if error is not None and self.consoles:
-            lines = [str(error)] if isinstance(error, TploraError) else format_exception(error)
-            self.consoles[-1].print("".join(lines), markup=False, highlight=False, soft_wrap=True)
-        return super().__exit__(kind, error, trace)
-
-    def say(self, text: str) -> None:
-        """Show a line on the terminal and keep it in the log."""
-        for console in self.consoles:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _saves(recipe: Recipe) -> bool:
+    return bool(recipe.train.get("save_strategy", "no") != "no")
 
 
-def _write_intent(stage: _Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None:
+def _write_intent(stage: Stage, recipe: Recipe, plan: Plan, axes: Axes) -> None:
     if stage.is_writer:
-        if stage.resume:
+        if stage.checkpoint is not None:
+            stage.say(f"resumed from {stage.checkpoint}")
             drop_the_end(stage.folder)
         write_text_aside(stage.folder / "recipe.toml", recipe.to_toml(), overwrite=True)
         write_text_aside(stage.folder / "plan.txt", plan_text(plan, axes), overwrite=True)
 
 
 def _train(
-    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: _Stage
+    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, stage: Stage
 ) -> tuple[TploraModel, PreTrainedTokenizerBase]:
     tokenizer = load_tokenizer(recipe, source)
     rows = {tokenized.key: tokenized for tokenized in tokenize_recipe_rows(recipe)}
@@ -144,16 +146,17 @@ def _train(
         check_every_steps=recipe.parallel.check_every_steps,
         **{key: value for key, value in recipe.lora.items() if key.startswith("loraplus_")},
         callbacks=[
+            StopsWhenAsked(stage.asked_to_end),
             MetricsCallback(
                 stage.folder / "metrics.jsonl",
                 tp_size=plan.tp_size,
                 is_writer=stage.is_writer,
                 progress=shown,
-            )
+            ),
         ],
     )
     trainer.pop_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_find_checkpoint(trainer, stage))
+    trainer.train(resume_from_checkpoint=stage.checkpoint and str(stage.checkpoint))
     record_probe(
         model,
         choose_probe_rows(row["input_ids"] for row in _probe_rows(rows)),
@@ -161,17 +164,6 @@ def _train(
         is_writer=stage.is_writer,
     )
     return model, tokenizer
-
-
-def _find_checkpoint(trainer: TploraSFTTrainer, stage: _Stage) -> str | None:
-    """Where a resumed run goes on. Collective: the first rank looks."""
-    if not stage.resume:
-        return None
-    found = trainer.last_checkpoint(say=stage.say)
-    if found is None:
-        raise ArtifactError(f"{stage.folder}: has no checkpoint to resume; start it again")
-    stage.say(f"resumed from {found}")
-    return str(found)
 
 
 def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -220,11 +212,13 @@ def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
 
 
 def _training_arguments(
-    recipe: Recipe, model: TploraModel, stage: _Stage, device: torch.device
+    recipe: Recipe, model: TploraModel, stage: Stage, device: torch.device
 ) -> SFTConfig:
     # What was evaluated before the first step is not evaluated before a later one.
     settings = (
-        {"report_to": "none"} | recipe.train | ({"eval_on_start": False} if stage.resume else {})
+        {"report_to": "none"}
+        | recipe.train
+        | ({} if stage.checkpoint is None else {"eval_on_start": False})
     )
     return SFTConfig(
         **settings,
@@ -240,60 +234,26 @@ def _training_arguments(
 
 
 def _save(
-    recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: _Stage
+    recipe: Recipe, model: TploraModel, tokenizer: PreTrainedTokenizerBase, stage: Stage
 ) -> None:
-    adapter = stage.folder / "adapter"
+    """All of ``adapter/`` appears at once, and last: a run that has it is complete."""
+    adapter, metrics = stage.folder / "adapter", stage.folder / "metrics.jsonl"
+    factors = gather_factors(model, is_writer=stage.is_writer)
+    problem = ""
     if stage.is_writer:
-        model.card_facts = card_facts(recipe, read_metrics(stage.folder / "metrics.jsonl"))
-        if model.plan.quantization is not None:
-            model.card_facts["base held in"] = str(model.plan.quantization)
-    dtype = recipe.export.adapter_dtype
-    save_adapter(model, adapter, dtype=None if dtype == "auto" else getattr(torch, dtype))
-    if not stage.is_writer:
-        return
-    tokenizer.save_pretrained(adapter)
-    draw_loss(stage.folder / "metrics.jsonl", stage.folder / "loss.png", title=recipe.name)
+        try:
+            draw_loss(metrics, stage.folder / "loss.png", title=recipe.name)
+            model.card_facts = card_facts(recipe, read_metrics(metrics))
+            with written_aside(adapter, overwrite=True) as aside:
+                write_adapter(model, aside, _rounded(factors, recipe.export.adapter_dtype))
+                tokenizer.save_pretrained(aside)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            problem = f"{adapter}: {error}".replace(f"{adapter}: {adapter}", str(adapter))
+    raise_everywhere(problem)
     stage.say(f"adapter saved in {adapter}")
 
 
-def _finish(
-    recipe: Recipe,
-    source: ModelSource,
-    plan: Plan,
-    folder: Path,
-    processes: Processes,
-    dtype: torch.dtype,
-) -> RunSummary:
-    """What one process does alone, once the others have given their memory back."""
-    report = None
-    if processes.rank == 0 and recipe.export.verify:
-        report = _verify(recipe, source, folder, dtype)
-    if processes.rank == 0 and recipe.export.merged:
-        merge_adapter(source.path, folder / "adapter", folder / "merged", overwrite=True)
-    records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
-    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
-    return RunSummary(
-        run=folder,
-        adapter=folder / "adapter",
-        first_eval_loss=losses[0] if losses else None,
-        last_eval_loss=losses[-1] if losses else None,
-        can_merge=not plan.has_experts and can_merge_into(folder / "merged", folder / "adapter"),
-        verified_difference=None if report is None else report.max_abs_diff,
-    )
-
-
-def _verify(recipe: Recipe, source: ModelSource, folder: Path, dtype: torch.dtype) -> VerifyReport:
-    report = verify_adapter(
-        folder / "adapter",
-        source.path,
-        folder / PROBE,
-        dtype=dtype,
-        quantization=build_quantization_config(recipe.quantization),
-    )
-    if not report.passed:
-        raise ArtifactError(
-            f"{folder / 'adapter'}: in plain PEFT its logits differ from the trained model's by "
-            f"{report.max_abs_diff:.3g}, more than {report.tolerance:.3g}, or it does nothing "
-            f"(it moves the base's logits by {report.max_effect:.3g}); do not use it"
-        )
-    return report
+def _rounded(factors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    if dtype == "auto":
+        return factors
+    return {name: factor.to(getattr(torch, dtype)) for name, factor in factors.items()}

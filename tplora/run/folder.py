@@ -9,10 +9,12 @@ from tplora.files import check_writable
 __all__ = [
     "LOGS",
     "PROBE",
+    "VERIFIED",
     "check_run_folder",
     "clear_run_folder",
     "drop_the_end",
     "find_adapter",
+    "find_probe",
 ]
 
 LOGS = "logs"
@@ -21,13 +23,19 @@ LOGS = "logs"
 PROBE = "probe.safetensors"
 """What the trained model said, for verify to compare with."""
 
+VERIFIED = "verified.json"
+"""That plain PEFT says what the trained model said: the difference, and what it may be."""
+
 # What a killed run left in the making; the adapter of a checkpoint is written aside once more.
-_ASIDE = (".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter-*")
+_ASIDE = (
+    ".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter.aside-*", "..adapter.aside-*",
+    ".adapter-*", ".merged.aside-*", ".shared-*",
+)  # fmt: skip
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, "merged", LOGS, *_ASIDE)  # fmt: skip
+        "log.txt", PROBE, VERIFIED, "merged", LOGS, *_ASIDE)  # fmt: skip
 # Of these, what is written once training is over; and what a killed run left in the making.
-_END = ("adapter", "loss.png", PROBE, "merged", *_ASIDE)
+_END = ("adapter", "loss.png", PROBE, VERIFIED, "merged", *_ASIDE)
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:
@@ -71,6 +79,15 @@ def find_adapter(run: Path) -> Path:
         f"{run}: has no adapter (adapter/adapter_config.json); name the folder of a finished run, "
         "such as runs/NAME"
     )
+
+
+def find_probe(run: Path, adapter: Path) -> Path:
+    """What the trained model said: in the run's folder, which a bare adapter may lie in.
+
+    The path where it should be, if it is nowhere; ``read_probe`` says so.
+    """
+    places = [folder / PROBE for folder in (run, adapter, adapter.parent)]
+    return next((place for place in places if place.is_file()), places[0])
 
 
 def _own_files(folder: Path, patterns: tuple[str, ...] = _OWN) -> list[Path]:

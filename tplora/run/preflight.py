@@ -50,24 +50,9 @@ def plan_recipe(
         quantization=build_quantization_config(recipe.quantization),
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    if recipe.export.merged and plan.quantization is not None and not recipe.quantization.is_asked:
-        raise PlanError(
-            [
-                "export.merged = true: the base's files are quantised, and what is merged into "
-                "them would be rounded anew; set export.merged = false, or name the unquantised "
-                "model and quantise it with [quantization]"
-            ]
-        )
     problems = [*_checkpointing_problems(recipe, setup), *_merge_problems(recipe, setup)]
     if problems:
         raise PlanError(problems)
-    if recipe.export.merged and plan.has_experts:
-        raise PlanError(
-            [
-                "export.merged = true: adapters of expert weights cannot be merged file by file "
-                "yet; set export.merged = false and use the adapter, or merge it with peft"
-            ]
-        )
     return plan
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tplora.errors import ArtifactError, RecipeError
 from tplora.recipe.toml import dump_value
 from tplora.recipe.upstream_fields import train_fields
+from tplora.run.folder import VERIFIED
 from tplora.train.checkpoint_files import find_last_checkpoint, read_state
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from tplora.recipe.schema import Recipe
 
-__all__ = ["find_resume"]
+__all__ = ["NothingToResumeError", "find_resume"]
 
 _END = ("train.max_steps", "train.num_train_epochs")
 # What may differ from the run that is resumed: how far it goes, what it writes, over how many
@@ -33,6 +34,10 @@ _DATA_AXES = ("parallel.fsdp_size", "parallel.dp_replicate_size")
 _ROWS = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
 
 
+class NothingToResumeError(ArtifactError):
+    """There is no run, or it has come to no checkpoint."""
+
+
 def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> Path | None:
     """The checkpoint from which the run in ``folder`` goes on; None if the run is complete.
 
@@ -43,7 +48,8 @@ def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> 
 
     Raises:
         RecipeError: If the recipe is no longer that of the run: a line for each key, was and is.
-        ArtifactError: If there is no run, or nothing to go on from.
+        NothingToResumeError: If there is no run, or it has no checkpoint.
+        ArtifactError: If its last one is past the end that the recipe has now.
     """
     changed = _changed_keys(recipe, folder)
     rows = [_rows_per_step(tables) for tables in _was_and_is(recipe, folder)]
@@ -65,7 +71,7 @@ def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> 
         return None
     checkpoint = find_last_checkpoint(folder, say=say)
     if checkpoint is None:
-        raise ArtifactError(
+        raise NothingToResumeError(
             f"{folder}: has no checkpoint to resume; start again with --overwrite, and with "
             'train.save_strategy = "steps" in the recipe'
         )
@@ -74,9 +80,11 @@ def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> 
 
 
 def _is_complete(recipe: Recipe, folder: Path) -> bool:
-    """The adapter is the last thing that training writes."""
+    """The adapter is the last thing that training writes; what is asked for beyond follows it."""
     has_merged = (folder / "merged").is_dir() or not recipe.export.merged
-    return (folder / "adapter" / "adapter_config.json").is_file() and has_merged
+    is_verified = (folder / VERIFIED).is_file() or not recipe.export.verify
+    has_adapter = (folder / "adapter" / "adapter_config.json").is_file()
+    return has_adapter and is_verified and has_merged
 
 
 def _changed_keys(recipe: Recipe, folder: Path) -> dict[str, str]:
@@ -107,7 +115,7 @@ def _read_run_recipe(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactError(
+        raise NothingToResumeError(
             f"{path.parent}: holds no run to resume; start it without --resume"
         ) from None
     except (OSError, ValueError) as error:

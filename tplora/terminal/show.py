@@ -1,16 +1,18 @@
 """What the command line shows a person: errors, small tables, lines."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from tplora.errors import TploraError
 from tplora.launch.failure import format_traceback
 
-__all__ = ["say", "show", "show_error", "show_table"]
+__all__ = ["byte_bar", "say", "show", "show_error", "show_table"]
 
 
 def show_error(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
@@ -46,3 +48,13 @@ def say(message: str, *, style: str = "", is_error: bool = False) -> None:
     """Print a line as it is, unwrapped, so that a path in it can be copied."""
     console = Console(stderr=is_error)
     console.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def byte_bar() -> Iterator[Callable[[int, int], None]]:
+    """Yield what takes bytes done and bytes to do; a bar on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

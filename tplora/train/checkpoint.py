@@ -20,28 +20,24 @@ import torch
 import torch.distributed as dist
 
 from tplora.adapter.load import load_factors
-from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
+from tplora.adapter.save import raise_everywhere
 from tplora.errors import ArtifactError, TrainError
-from tplora.files import written_aside
+from tplora.mesh import tell_all
 from tplora.train.checkpoint_files import (
     OPTIMIZER,
     RNG,
     SCHEDULER,
-    STATE,
     check_checkpoint,
     check_same_adapter,
     find_last_checkpoint,
     load_plain_file,
 )
+from tplora.train.checkpoint_saving import OURS, SavesWhileTraining
 from tplora.train.optimizer_state import (
-    check_finite_state,
     cut_optimizer_state,
-    gather_optimizer_state,
 )
 from tplora.upstream import (
     load_rng_file,
-    note_callback_states,
-    remove_old_checkpoints,
     trainer_that_resumes,
 )
 
@@ -50,15 +46,17 @@ if TYPE_CHECKING:
 
     from transformers import TrainingArguments
 
-    from tplora.adapter.factor import Factor
 
-__all__ = ["ResumesAtAnySize"]
-
-_OURS = "tplora"
-"""The name under which our part of the state lies."""
+__all__ = ["ResumesAtAnySize", "last_checkpoint"]
 
 
-class ResumesAtAnySize:
+def last_checkpoint(folder: Path, *, say: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The last whole checkpoint in ``folder``, on every rank. Collective: the first rank looks."""
+    found: Path | None = _on_first_rank(lambda: find_last_checkpoint(folder, say=say))
+    return found
+
+
+class ResumesAtAnySize(SavesWhileTraining):
     """Put before any ``Trainer`` whose model is a ``TploraModel``.
 
     Raises:
@@ -75,9 +73,7 @@ class ResumesAtAnySize:
 
     def last_checkpoint(self: Any, say: Callable[[str], None] = lambda line: None) -> Path | None:
         """The last whole checkpoint of the output folder. Collective: the first rank looks."""
-        folder = Path(self.args.output_dir)
-        found: Path | None = _on_first_rank(lambda: find_last_checkpoint(folder, say=say))
-        return found
+        return last_checkpoint(Path(self.args.output_dir), say=say)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The trainer's; True resumes the last checkpoint that is whole.
@@ -93,81 +89,13 @@ class ResumesAtAnySize:
                 )
             resume_from_checkpoint = str(found)
         parent: Any = super()
-        return parent.train(resume_from_checkpoint or None, *args, **kwargs)
-
-    def _all_factors(self: Any) -> list[Factor]:
-        return [
-            factor
-            for adapter in self.model.peft_config
-            for factor in self.model.factors(adapter).values()
-        ]
-
-    # ---- saving
-
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Write ``checkpoint-STEP``, whole or not at all. Collective.
-
-        Raises:
-            ArtifactError: On every rank, if a number is not finite or nothing can be written.
-        """
-        run = Path(self._get_output_dir(trial=trial))
-        target = run / f"checkpoint-{self.state.global_step}"
-        self.store_flos()
-        is_writer = self.is_world_process_zero()
-        factors = gather_factors(self.model, is_writer=is_writer)
-        state = {}
-        if not self.args.save_only_model:
-            state = gather_optimizer_state(self.optimizer, self._all_factors(), is_writer=is_writer)
-        self._note_best(run, target)
-        progress = self._progress()
-        problem = ""
-        if is_writer:
-            try:
-                with written_aside(target, overwrite=True) as aside:
-                    self._write_checkpoint(aside, factors, state, progress)
-                remove_old_checkpoints(self, run)
-            except Exception as error:  # whatever it is, the other ranks wait to be told
-                problem = f"{target}: {error}".replace(f"{target}: {target}", str(target))
-        raise_everywhere(problem)
-
-    def _note_best(self: Any, run: Path, target: Path) -> None:
-        if self.state.best_global_step:
-            best = run / f"checkpoint-{self.state.best_global_step}"
-            if best == target or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-
-    def _write_checkpoint(
-        self: Any, folder: Path, factors: Any, state: Any, progress: dict[str, Any]
-    ) -> None:
-        """One rank, no communication."""
-        write_adapter(self.model, folder, factors, as_trained=True)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        if state:
-            check_finite_state(state, self._all_factors(), self.optimizer)
-            torch.save(state, folder / OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
-            torch.save(_rng_states(), folder / RNG)
-            self._save_scaler(str(folder))
-        note_callback_states(self)
-        self.state.stateful_callbacks[_OURS] = progress
-        self.state.save_to_json(str(folder / STATE))
-
-    def _progress(self: Any) -> dict[str, Any]:
-        """What a plain trainer forgets: it would draw masks, count and average from here anew.
-
-        Collective over data axes, whose ranks have seen other rows: the loss is their mean.
-        """
-        measured = getattr(self, "_metrics", {}).get("train", {})
-        loss, data = torch.as_tensor(self._tr_loss), self.model.data
-        return {
-            "num_forwards": self.model.forward_seed.num_forwards,
-            "num_tokens": int(getattr(self, "_total_train_tokens", 0)),
-            "last_logged": self._globalstep_last_logged,
-            "loss_since": float(loss if data is None else data.gather(loss).mean()),
-            "rows_per_step": self.get_total_train_batch_size(self.args),
-            "measured_since": {key: [float(x) for x in found] for key, found in measured.items()},
-        }
+        try:
+            return parent.train(resume_from_checkpoint or None, *args, **kwargs)
+        except BaseException as error:
+            problem = self._writer.wait()  # the last good checkpoint is worth the wait
+            if problem:
+                error.add_note(problem)
+            raise
 
     # ---- resuming
 
@@ -203,7 +131,7 @@ class ResumesAtAnySize:
             )
         # The trainer keeps the checkpoint's, and only warns that they are not the arguments'.
         self.state.compute_steps(self.args, last)
-        ours = self.state.stateful_callbacks.get(_OURS, {})
+        ours = self.state.stateful_callbacks.get(OURS, {})
         self._check_rows_per_step(folder, ours.get("rows_per_step"))
         guessed = step * self.args.gradient_accumulation_steps  # a plain trainer counts none
         self.model.forward_seed.num_forwards = ours.get("num_forwards", guessed)
@@ -264,29 +192,13 @@ def _check_arguments(args: TrainingArguments | None) -> None:
             )
 
 
-def _rng_states() -> dict[str, Any]:
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
 def _on_first_rank(look: Callable[[], Any]) -> Any:
     """What the first rank finds, on every rank; its error, too. Collective."""
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if is_alone:
-        return look()
-    told: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
+    found, problem = None, ""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            told[0] = look()
+            found = look()
         except ArtifactError as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    if told[1]:
-        raise ArtifactError(told[1])
-    return told[0]
+            problem = str(error)
+    raise_everywhere(problem)
+    return tell_all(found)

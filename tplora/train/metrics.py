@@ -43,6 +43,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         progress: Where to show the numbers: a terminal, a log, or nowhere.
     """
 
+    reads_checkpoints = False
+
     def __init__(
         self,
         path: Path,

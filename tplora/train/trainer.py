@@ -7,19 +7,25 @@ first number that is not finite.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from trl import SFTTrainer
 
+from tplora.adapter.head.fused import install_fused_head
+from tplora.errors import TrainError
 from tplora.train.agreement import check_finite, check_rows, check_same_replicas
 from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.counting import CountsOnce
-from tplora.train.head import install_fused_head
 from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import trl_without_head_check
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trl import SFTConfig
+
     from tplora.adapter.model import TploraModel
 
 __all__ = ["TploraSFTTrainer"]
@@ -48,9 +54,11 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         **kwargs: Any,
     ) -> None:
         self._loraplus = loraplus_lr_ratio, loraplus_lr_embedding
-        with trl_without_head_check(model.get_base_model()):
+        _check_loss(kwargs.get("args"))
+        base = model.get_base_model()
+        with trl_without_head_check(base), _without_smoothing(kwargs.get("args")) as smoothing:
             super().__init__(model=model, **kwargs)
-        install_fused_head(model.get_base_model())
+        install_fused_head(base, smoothing=smoothing)
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
@@ -86,3 +94,37 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         step = self.state.global_step + 1
         check_finite(float(norm), what="the gradient norm", step=step)
         return norm
+
+
+def _check_loss(args: SFTConfig | None) -> None:
+    """Refuse what would take another loss than the head's shards give."""
+    if args is None:
+        return
+    if args.use_liger_kernel:
+        raise TrainError(
+            "use_liger_kernel = true: replaces the code of layers that are cut over ranks; set it "
+            "to false: the loss holds no whole logits without it"
+        )
+    if args.label_smoothing_factor and args.loss_type != "nll":
+        raise TrainError(
+            f"label_smoothing_factor = {args.label_smoothing_factor:g}: trl smooths no loss but "
+            f'"nll", and loss_type is "{args.loss_type}"; leave one of them out'
+        )
+
+
+@contextlib.contextmanager
+def _without_smoothing(args: SFTConfig | None) -> Iterator[float]:
+    """While open, trl is not asked to smooth labels, for which it runs the model twice.
+
+    Yields what it was asked for; the fused head does it.
+    """
+    asked: float = 0.0 if args is None else args.label_smoothing_factor
+    if not asked:
+        yield 0.0
+        return
+    assert args is not None
+    args.label_smoothing_factor = 0.0
+    try:
+        yield asked
+    finally:
+        args.label_smoothing_factor = asked

@@ -46,7 +46,7 @@ from tplora.upstream.trainers import (
     note_callback_states,
     remove_old_checkpoints,
     trainer_that_resumes,
-    trl_fused_head_settings,
+    trl_fused_head,
     trl_without_head_check,
 )
 
@@ -83,7 +83,7 @@ __all__ = [
     "tp_mesh",
     "trainer_that_resumes",
     "transform_output",
-    "trl_fused_head_settings",
+    "trl_fused_head",
     "trl_without_head_check",
     "with_all_linear_named",
 ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_SIZE",
     "four_bit_product",
+    "four_bit_values",
     "full_linear_shape",
     "is_four_bit",
     "is_plain_linear",
@@ -28,6 +29,7 @@ __all__ = [
     "new_four_bit_weight",
     "quantization_given",
     "quantization_method",
+    "quantized_on_its_way",
     "serialized_state",
     "weight_shape",
 ]
@@ -69,6 +71,17 @@ def quantization_given(config: PretrainedConfig) -> Any:
         return given
     is_ours = given.get("load_in_4bit") or given.get("load_in_8bit")
     return BitsAndBytesConfig.from_dict(dict(given)) if is_ours else given
+
+
+def quantized_on_its_way(model: PreTrainedModel) -> Any:
+    """The config by which a load has quantised ``model``; None where its checkpoint was that.
+
+    ``hf_quantizer.pre_quantized`` (quantizers/base.py).
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.pre_quantized:
+        return None
+    return quantizer.quantization_config
 
 
 def quantization_method(config: Any) -> str:
@@ -152,15 +165,17 @@ def new_four_bit_weight(
     return weight
 
 
-def four_bit_product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x W^T + bias`` by a ``Linear4bit``'s weight as it is held, in its ``compute_dtype``.
+def four_bit_product(
+    module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``x W^T + bias`` by a ``Linear4bit``'s weight as it is held, in ``dtype`` or its own.
 
     ``Linear4bit.forward`` (nn/modules.py), without the packing that it does out of training.
     """
     import bitsandbytes
 
     linear: Any = module
-    dtype = x.dtype if linear.compute_dtype is None else linear.compute_dtype
+    dtype = dtype or linear.compute_dtype or x.dtype
     y: torch.Tensor = bitsandbytes.matmul_4bit(
         x.to(dtype),
         linear.weight,
@@ -168,6 +183,15 @@ def four_bit_product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | No
         quant_state=linear.weight.quant_state,
     )
     return y.to(x.dtype)
+
+
+def four_bit_values(module: nn.Module) -> torch.Tensor:
+    """``[O, I]``: what a ``Linear4bit`` holds, unpacked and scaled, in the dtype that W had."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Any = module.weight
+    values: torch.Tensor = dequantize_4bit(weight.data, weight.quant_state)
+    return values
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,27 +17,49 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CpuParallelismConfig",
+    "TrlFusedHead",
     "load_rng_file",
     "note_callback_states",
     "remove_old_checkpoints",
     "trainer_that_resumes",
-    "trl_fused_head_settings",
+    "trl_fused_head",
     "trl_without_head_check",
 ]
 
 
-def trl_fused_head_settings(forward: Callable[..., Any]) -> dict[str, Any] | None:
-    """What trl's fused head was installed with, or None if ``forward`` is not that head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlFusedHead:
+    """What trl put on a model's ``forward``, and with which settings."""
+
+    forward: Callable[..., Any]
+    own_forward: Callable[..., Any]
+    """The model's, which it replaced."""
+    temperature: float
+    outputs: tuple[str, ...]
+    casts_head: bool
+    output_class: type
+
+
+def trl_fused_head(model: PreTrainedModel) -> TrlFusedHead | None:
+    """trl's fused head on ``model.forward``, or None if that is not it.
 
     ``add_fused_lm_head`` (trl 1.16, trainer/utils.py) keeps temperature, outputs,
-    cast_lm_head_to_fp32, final_logit_softcapping and logit_scale in its closure and nowhere else.
+    cast_lm_head_to_fp32 and the forward it replaced in its closure and nowhere else.
     """
-    function = getattr(forward, "__func__", forward)
+    function: Any = getattr(vars(model).get("forward"), "__func__", None)
     code = getattr(function, "__code__", None)
     if code is None or "final_logit_softcapping" not in code.co_freevars:
         return None
     cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return TrlFusedHead(
+        forward=model.forward,
+        own_forward=held["original_forward"],
+        temperature=held["temperature"],
+        outputs=held["outputs"],
+        casts_head=held["cast_lm_head_to_fp32"],
+        output_class=function.__globals__["FusedCausalLMOutput"],
+    )
 
 
 class CpuParallelismConfig(ParallelismConfig):  # type: ignore[misc]

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from tplora.adapter.factor import factors_of
 from tplora.adapter.variants.local import LocalVariant
+from tplora.base.quantized_product import dequantize, multiply
 from tplora.upstream import local_shard, placement_of
+from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +74,7 @@ class LinearDora(LocalVariant):
         """The norms of this rank's output features."""
         a, b = tensors["A"], tensors["B"]
         with torch.no_grad():
-            weight = self._oriented(local_shard(module.get_base_layer().weight))
+            weight = self._oriented(_values(module.get_base_layer(), a.dtype))
             return {"norm": self._norm(module, weight, a, b, module.scaling[name])}
 
     def apply(
@@ -91,25 +93,25 @@ class LinearDora(LocalVariant):
         if isinstance(module.lora_dropout[name], nn.Identity) or not module.training:
             base = result if bias is None else result - bias
         else:
-            weight = local_shard(module.get_base_layer().weight)
-            base = F.linear(dropped, weight.to(dropped.dtype))
+            base = _product(module.get_base_layer(), dropped)
         scaling: float = module.scaling[name]
         delta = F.linear(F.linear(dropped, tensors["A"]), tensors["B"]) * scaling
         return result + (scale - 1) * base + scale * delta
 
     def _initial_norm(self, module: Any, name: str) -> torch.Tensor:
-        weight = module.get_base_layer().weight
+        base = module.get_base_layer()
         a, b = (tensor.detach() for tensor in self._full_factors(module, name))
+        weight = self._oriented(_values(base, a.dtype).detach())
         scaling, plan = module.scaling[name], self._out_in(module.plan.weight)
-        if not isinstance(weight, DTensor) or plan.shard_dim is None:
-            weight = self._oriented(local_shard(weight).detach())
-            return squared_row_norms(weight.to(a.dtype), a, b, scaling).sqrt()
+        is_piece = module.mesh is not None and plan.shard_dim is not None
+        if not is_piece or not (isinstance(base.weight, DTensor) or is_quantized_linear(base)):
+            return squared_row_norms(weight, a, b, scaling).sqrt()
         ranges = plan.shard_ranges(module.mesh.get_local_rank(), module.mesh.size())
         if plan.shard_dim == 0:
             b = torch.cat([b[start:stop] for start, stop in ranges])
         else:
             a = torch.cat([a[:, start:stop] for start, stop in ranges], dim=1)
-        norm = self._norm(module, self._oriented(local_shard(weight).detach()), a, b, scaling)
+        norm = self._norm(module, weight, a, b, scaling)
         placed = DTensor.from_local(
             norm,
             module.mesh,
@@ -159,6 +161,20 @@ class LinearDora(LocalVariant):
         scale = module._cache_pop(f"{name}-scale")
         divided = self._oriented(self._oriented(weight) / scale)
         return divided - local_shard(module.get_delta_weight(name))
+
+
+def _values(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's piece of W to be read, unpacked where it is quantised. No communication."""
+    if is_quantized_linear(base):
+        return dequantize(base, dtype)
+    return local_shard(base.weight).to(dtype)
+
+
+def _product(base: Any, x: torch.Tensor) -> torch.Tensor:
+    """``x W^T`` with this rank's piece of W, in x's dtype. No communication."""
+    if is_quantized_linear(base):
+        return multiply(base, x, None, computes_in_own=True)
+    return F.linear(x, local_shard(base.weight).to(x.dtype))
 
 
 class EmbeddingDora(LinearDora):

@@ -83,12 +83,14 @@ class Projection:
         rows, rest = given[:num_inputs], iter(given[num_inputs:])
         weight = next(rest)
         bias = next(rest) if self.has_bias else None
-        z = F.linear(rows[0], weight, bias)
+        hidden = rows[0].to(weight.dtype)  # hy_v4 holds its head in float32, whatever the rest is
+        z = F.linear(hidden, weight, bias)
         for columns in self.columns:
-            z = z.index_copy(-1, columns, F.linear(rows[0], next(rest)))
+            z = z.index_copy(-1, columns, F.linear(hidden, next(rest)))
         dtype = z.dtype
-        for (name, what), row in zip(self.adapters.items(), rows[1:], strict=True):
+        for (name, what), dropped in zip(self.adapters.items(), rows[1:], strict=True):
             own = {one: next(rest) for one in what}
+            row = dropped.to(own["A"].dtype)
             z = self.head.apply_adapter(name, z, row, own, bias=bias)
         return z.to(dtype)
 

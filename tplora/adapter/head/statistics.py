@@ -28,20 +28,10 @@ if TYPE_CHECKING:
 
     Project = Callable[..., torch.Tensor]
 
-__all__ = ["HeadSettings", "LabelStatistics", "label_statistics"]
+__all__ = ["LabelStatistics", "label_statistics"]
 
 CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk in float32, per rank: large enough for full-speed products."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSettings:
-    """What the model does to its logits before the softmax."""
-
-    temperature: float
-    softcap: float | None
-    """``cap * tanh(z / cap)``, as Gemma 2 does."""
-    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +40,17 @@ class LabelStatistics:
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
-    log_sum_sq_probs: torch.Tensor
+    lse: torch.Tensor
+    """The logarithm of the sum of the exponentials of the logits."""
     mean_logits: torch.Tensor
+    log_sum_sq_probs: torch.Tensor
     is_top1: torch.Tensor
+    top: torch.Tensor
+    """The token of the largest logit, of equal ones the first."""
+
+
+_OUTPUTS = ("log_probs", "entropy", "lse", "mean_logits", "log_sum_sq_probs", "is_top1", "top")
+_NUM_DIFFERENTIABLE = 4
 
 
 def label_statistics(
@@ -63,13 +61,13 @@ def label_statistics(
     *,
     vocab_start: int,
     vocab_size: int,
-    settings: HeadSettings,
     group: ProcessGroup | None,
 ) -> LabelStatistics:
     """Statistics of each label under a head that is cut on the vocabulary.
 
-    Gradients flow from ``log_probs`` and ``entropy`` to ``inputs`` and ``parameters``. Those of
-    ``inputs`` are this rank's part of a sum: pass them through ``replicate_input`` before.
+    Gradients flow from ``log_probs``, ``entropy``, ``lse`` and ``mean_logits`` to ``inputs`` and
+    ``parameters``. Those of ``inputs`` are this rank's part of a sum: pass them through
+    ``replicate_input`` before.
 
     Communication: forward, one all-gather of ``[7, N]`` float32; backward, none.
 
@@ -77,18 +75,17 @@ def label_statistics(
         inputs: Tensors ``[N, H]``, replicated; cut into chunks of tokens.
         parameters: The head's own tensors on this rank.
         labels: ``[N]``, no ignored ones left.
-        project: ``project(*inputs, *parameters)`` gives this rank's logits ``[n, V/P]``.
+        project: ``project(*inputs, *parameters)`` gives this rank's logits ``[n, V/P]``, with all
+            that the model does to them before the softmax.
         vocab_start: The first token of this rank's part.
         vocab_size: V.
-        settings: What happens to logits before the softmax.
         group: The tp group, or None when the head is whole.
     """
-    head = _Head(project, len(inputs), vocab_start, vocab_size, settings, group)
+    head = _Head(project, len(inputs), vocab_start, vocab_size, group)
     outputs: tuple[torch.Tensor, ...] = _LabelStatistics.apply(  # type: ignore[no-untyped-call]
         head, labels, *inputs, *parameters
     )
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    return LabelStatistics(**dict(zip(names, outputs, strict=True)))
+    return LabelStatistics(**dict(zip(_OUTPUTS, outputs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +96,12 @@ class _Head:
     num_inputs: int
     vocab_start: int
     vocab_size: int
-    settings: HeadSettings
     group: ProcessGroup | None
 
     def logits(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """This rank's logits of one chunk, float32 (float64 for a float64 model)."""
         z = self.project(*tensors)
-        z = (z if z.dtype == torch.float64 else z.float()) * self.settings.scale
-        if self.settings.softcap is not None:
-            z = self.settings.softcap * torch.tanh(z / self.settings.softcap)
-        return z / self.settings.temperature
+        return z if z.dtype == torch.float64 else z.float()
 
     def chunks(
         self, tensors: tuple[torch.Tensor, ...]
@@ -139,28 +132,28 @@ class _LabelStatistics(torch.autograd.Function):
         outputs = (
             stats["label"] - stats["lse"],
             stats["entropy"],
-            stats["log_sum_sq_probs"],
+            stats["lse"],
             stats["sum"] / head.vocab_size,
+            stats["log_sum_sq_probs"],
             stats["top"] == labels,
+            stats["top"],
         )
-        ctx.mark_non_differentiable(*outputs[2:])
+        ctx.mark_non_differentiable(*outputs[_NUM_DIFFERENTIABLE:])
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Any, grad_entropy: Any, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         own, lse, entropy, *tensors = ctx.saved_tensors
         head: _Head = ctx.head
         wanted = ctx.needs_input_grad[2:]
         grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
+        per_token = (lse, entropy, *grad_outputs[:_NUM_DIFFERENTIABLE])
         for rows, pieces in head.chunks(tuple(tensors)):
             leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
             with torch.enable_grad():
                 logits = head.logits(tuple(leaves))
-            grad_logits = _grad_logits(
-                logits.detach(),
-                own[rows],
-                *(t[rows, None] for t in (lse, entropy, grad_log_probs, grad_entropy)),
-            )
+            of_rows = (one[rows, None] for one in per_token)
+            grad_logits = _grad_logits(logits.detach(), own[rows], head.vocab_size, *of_rows)
             fresh = torch.autograd.grad(logits, [t for t in leaves if t.requires_grad], grad_logits)
             totals = [
                 grad[rows] if k < head.num_inputs else grad
@@ -173,28 +166,35 @@ class _LabelStatistics(torch.autograd.Function):
 
 
 def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows whose label lies in this rank's part, and the label's column there."""
-    rows = ((own >= 0) & (own < num_columns)).nonzero().squeeze(1)
-    return rows, own[rows]
+    """Each label's column in this rank's part ``[n, 1]``, and whether it lies there.
+
+    Without asking the device how many do: that would wait for it, once a chunk.
+    """
+    is_here = (own >= 0) & (own < num_columns)
+    return own.clamp(0, num_columns - 1)[:, None], is_here[:, None]
 
 
 def _grad_logits(
     logits: torch.Tensor,
     own: torch.Tensor,
+    vocab_size: int,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    grad_entropy: torch.Tensor,
+    d_log_probs: torch.Tensor,
+    d_entropy: torch.Tensor,
+    d_lse: torch.Tensor,
+    d_mean: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of this rank's logits.
+    """Gradient of this rank's logits, from those of the token's statistics (``d_...``).
 
-    d log p(label) / dz_v = [v is label] - p_v,   d entropy / dz_v = - p_v (log p_v + entropy)
+    d log p(label) / dz_v = [v is label] - p_v,   d entropy / dz_v = - p_v (log p_v + entropy),
+    d lse / dz_v = p_v,   d mean / dz_v = 1 / V
     """
     log_p = logits - lse
-    grad = log_p.exp().mul_(grad_log_probs + grad_entropy * (log_p + entropy)).neg_()
-    rows, columns = _own_labels(own, logits.shape[1])
-    grad[rows, columns] += grad_log_probs[rows, 0]
-    return grad
+    grad = log_p.exp().mul_(d_lse - d_log_probs - d_entropy * (log_p + entropy))
+    grad += d_mean / vocab_size
+    columns, is_here = _own_labels(own, logits.shape[1])
+    return grad.scatter_add_(1, columns, d_log_probs * is_here)
 
 
 def _partial_statistics(logits: torch.Tensor, own: torch.Tensor, vocab_start: int) -> torch.Tensor:
@@ -205,9 +205,8 @@ def _partial_statistics(logits: torch.Tensor, own: torch.Tensor, vocab_start: in
     """
     top, place = logits.max(dim=-1)
     weights = (logits - top[:, None]).exp()
-    label = torch.full_like(top, -math.inf)
-    rows, columns = _own_labels(own, logits.shape[1])
-    label[rows] = logits[rows, columns]
+    columns, is_here = _own_labels(own, logits.shape[1])
+    label = logits.gather(1, columns).masked_fill(~is_here, -math.inf).squeeze(1)
     return torch.stack(
         [
             top,

@@ -1,0 +1,135 @@
+"""A step that is rehearsed without storage takes and says what the real step takes and says."""
+
+import sys
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from tests.quantized import quantization
+from tests.rehearsal.measure import measure
+from tests.rehearsal.models import lora, write_model
+from tplora.errors import PlanError
+from tplora.plan.build import build_plan
+from tplora.plan.step_cost import Batch
+from tplora.rehearsal.step import rehearse
+
+pytestmark = pytest.mark.world
+
+KEPT = Batch(rows=2, length=64, is_checkpointed=False)
+CHECKPOINTED = Batch(rows=3, length=160, is_checkpointed=True)
+ACCUMULATED = Batch(rows=4, length=100, is_checkpointed=False, is_accumulated=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder, written = tmp_path_factory.mktemp("rehearsed"), {}
+
+    def get(name):
+        if name not in written:
+            written[name] = write_model(name, folder / name)
+        return written[name]
+
+    return get
+
+
+def _rehearsed(path, batch, tp_size, config=None, **changes):
+    config, adapter = config or AutoConfig.from_pretrained(path), lora(**changes)
+    plan = build_plan(config, adapter, tp_size=tp_size)
+    return rehearse(plan, config, adapter, batch)
+
+
+def _assert_same(cost, found):
+    assert found["resident"] == cost.resident
+    assert cost.working == pytest.approx(found["working"], rel=0.1)
+    for part in ("forward", "backward", "bucket"):
+        assert getattr(cost, part) == found[part], part
+
+
+CASES = [
+    pytest.param(name, batch, id=f"{name}-{kind}", marks=[] if is_fast else pytest.mark.slow)
+    for name, batch, kind, is_fast in (
+        ("llama", KEPT, "kept", True),
+        ("llama", CHECKPOINTED, "checkpointed", True),
+        ("llama", ACCUMULATED, "accumulated", False),
+        ("qwen3", KEPT, "kept", False),
+        ("qwen3", CHECKPOINTED, "checkpointed", True),
+        ("gemma2", CHECKPOINTED, "checkpointed", False),
+        ("gemma2", ACCUMULATED, "accumulated", True),
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "batch"), CASES)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_rehearsed_step_takes_what_the_allocator_gives_out(world_of, model, name, batch, tp_size):
+    cost = _rehearsed(model(name), batch, tp_size)
+    found = world_of(tp_size).run(measure, model(name), lora(), batch)
+    for of_rank in found:
+        assert cost.working == pytest.approx(of_rank["working"], rel=0.1)
+    _assert_same(cost, found[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latent_attention_say_what_was_rehearsed(world2, model, name):
+    for batch in (KEPT, CHECKPOINTED):
+        cost = _rehearsed(model(name), batch, 2)
+        _assert_same(cost, world2.run(measure, model(name), lora(), batch)[0])
+
+
+def test_adapted_experts_say_what_was_rehearsed(world2, model):
+    path = model("qwen3_moe")
+    changes = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    cost = _rehearsed(path, KEPT, 2, **changes)
+    _assert_same(cost, world2.run(measure, path, lora(**changes), KEPT)[0])
+
+
+def test_a_quantised_base_takes_what_was_rehearsed(world2, model):
+    path, given = model("llama"), quantization("nf4-double")
+    config = AutoConfig.from_pretrained(path)
+    plan = build_plan(config, lora(), tp_size=2, quantization=given)
+    for batch in (KEPT, CHECKPOINTED):
+        cost = rehearse(plan, config, lora(), batch)
+        found = world2.run(_measure_quantised, path, batch)[0]
+        assert cost.working == pytest.approx(found["working"], rel=0.1)
+        assert cost.forward == found["forward"]
+        assert cost.backward == found["backward"]
+
+
+def _measure_quantised(path, batch):
+    return measure(path, lora(), batch, quantization_config=quantization("nf4-double"))
+
+
+def test_the_tolerance_sees_activations_that_are_kept(world2, model):
+    """What is kept of three layers, or of one input each, is more than a tenth apart."""
+    kept = Batch(rows=3, length=160, is_checkpointed=False)
+    cost = _rehearsed(model("llama"), kept, 2)
+    found = world2.run(measure, model("llama"), lora(), CHECKPOINTED)[0]
+    with pytest.raises(AssertionError):
+        _assert_same(cost, found)
+
+
+def test_a_rehearsal_leaves_no_group_and_no_hook(model):
+    hook = sys.excepthook
+    _rehearsed(model("llama"), KEPT, 4)
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+def test_what_a_step_takes_grows_with_its_rows(model):
+    one, two, four = (
+        _rehearsed(model("llama"), Batch(rows=rows, length=64, is_checkpointed=False), 1)
+        for rows in (2, 4, 8)
+    )
+    assert four.kept - two.kept == pytest.approx(2 * (two.kept - one.kept), rel=0.01)
+
+
+def test_code_that_needs_values_is_refused_by_name(model, monkeypatch):
+    path = model("llama")
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.LlamaMLP.forward",
+        lambda self, x: x * float(x.tolist()[0][0][0]),
+    )
+    with pytest.raises(PlanError, match="LlamaForCausalLM: its step cannot be followed without"):
+        _rehearsed(path, KEPT, 1)
+    assert not dist.is_initialized()

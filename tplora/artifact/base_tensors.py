@@ -1,0 +1,62 @@
+"""Where a merge reads the base's tensors from."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from tplora.artifact.tensor_file import read_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from tplora.artifact.checkpoint import Checkpoint
+
+__all__ = ["BaseTensors", "FileTensors"]
+
+
+class BaseTensors(Protocol):
+    """The base's tensors by the names of its files."""
+
+    def is_as_in_file(self, name: str) -> bool:
+        """Whether the tensor is what the file holds, so that its bytes can be copied."""
+        ...
+
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Some entries of dim 0, in the dtype of the file; the caller may write over them."""
+        ...
+
+    def stream(self, name: str) -> BinaryIO:
+        """The file that holds the tensor, open for reading."""
+        ...
+
+
+class FileTensors:
+    """The files as they are; each stays open until the merge ends."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._streams: dict[str, BinaryIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> FileTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def is_as_in_file(self, name: str) -> bool:
+        """Always."""
+        return True
+
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Read them."""
+        return read_rows(self.stream(name), self._checkpoint.tensors[name][1], rows)
+
+    def stream(self, name: str) -> BinaryIO:
+        """Opened once."""
+        file = self._checkpoint.tensors[name][0]
+        if file not in self._streams:
+            path = self._checkpoint.folder / file
+            self._streams[file] = self._stack.enter_context(path.open("rb", buffering=0))
+        return self._streams[file]

@@ -1,0 +1,1 @@
+"""A recipe's own training step, timed."""

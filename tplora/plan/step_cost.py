@@ -1,0 +1,108 @@
+"""What one training step takes on a rank and what it says to the others; pure data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tplora.plan.cost import base_bytes, factor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tplora.plan.build import Plan
+
+__all__ = ["Batch", "StepCost", "Traffic", "format_size", "resident_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The work of one step on one rank."""
+
+    rows: int
+    """Of one micro-batch."""
+    length: int
+    """Tokens of each row, padding included."""
+    is_checkpointed: bool
+    """Whether activations inside a layer are computed again in backward."""
+    is_accumulated: bool = False
+    """Whether gradients of earlier micro-batches are there already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of a kind: how many, and the bytes that this rank gives to them."""
+
+    kind: str
+    """"all_reduce", "all_gather" or "reduce_scatter"."""
+    count: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, calls: Iterable[tuple[str, int]]) -> tuple[Traffic, ...]:
+        """Of calls in order, each kind together."""
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for kind, num_bytes in calls:
+            counts[kind] += 1
+            sizes[kind] += num_bytes
+        return tuple(
+            Traffic(kind=kind, count=counts[kind], num_bytes=sizes[kind]) for kind in sorted(counts)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Bytes of rank 0, the rank whose pieces are largest, and its collectives."""
+
+    batch: Batch
+    weights: int
+    """Of the frozen base, scales of quantised layers included."""
+    factors: int
+    gradients: int
+    optimizer: int
+    """AdamW's two moments."""
+    kept: int
+    """Activations that forward keeps for backward, once it has reached the head."""
+    loss: int
+    """The most that head and loss take on top of what is kept."""
+    working: int
+    """The most that lives at once of what a step makes: activations, loss, gradients."""
+    forward: tuple[Traffic, ...]
+    """Of one micro-batch on the tp group, as the others."""
+    backward: tuple[Traffic, ...]
+    """What activation checkpointing repeats is among them."""
+    bucket: tuple[Traffic, ...]
+    """Once per optimizer step."""
+
+    @property
+    def resident(self) -> int:
+        """What lives from step to step."""
+        return self.weights + self.factors + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most that lives at once."""
+        return self.resident + max(self.working, self.gradients)
+
+
+def resident_bytes(plan: Plan, *, fsdp_size: int = 1) -> dict[str, int]:
+    """What a rank holds from step to step, and its gradients, by the names of ``StepCost``."""
+    trained = factor_bytes(plan, 0, only_trained=True)
+    weights = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
+    return {
+        "weights": -(-weights // fsdp_size),
+        "factors": factor_bytes(plan, 0),
+        "gradients": trained,
+        "optimizer": 2 * trained,
+    }
+
+
+def format_size(num_bytes: float) -> str:
+    """Bytes for a person: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,62 @@
+"""What one process does alone at the end of a run: verify the adapter, merge it, sum up."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tplora.artifact.mergeable import can_merge_into
+from tplora.artifact.verify import VerifyReport, verify_adapter
+from tplora.errors import ArtifactError
+from tplora.files import write_text_aside
+from tplora.run.folder import PROBE, VERIFIED
+from tplora.run.merging import merge_into_base
+from tplora.run.summary import RunSummary
+from tplora.train.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tplora.mesh import Processes
+    from tplora.recipe.schema import Recipe
+    from tplora.run.base import Base
+
+__all__ = ["finish"]
+
+
+def finish(recipe: Recipe, base: Base, folder: Path, processes: Processes) -> RunSummary:
+    """What one process does alone, once the others have given their memory back."""
+    report = None
+    if processes.rank == 0 and recipe.export.verify:
+        report = _verify(base, folder)
+    if processes.rank == 0 and recipe.export.merged:
+        merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
+    records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
+    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    return RunSummary(
+        run=folder,
+        adapter=folder / "adapter",
+        first_eval_loss=losses[0] if losses else None,
+        last_eval_loss=losses[-1] if losses else None,
+        can_merge=can_merge_into(folder / "merged", folder / "adapter"),
+        verified_difference=None if report is None else report.max_abs_diff,
+    )
+
+
+def _verify(base: Base, folder: Path) -> VerifyReport:
+    report = verify_adapter(
+        folder / "adapter",
+        base.path,
+        folder / PROBE,
+        dtype=base.dtype,
+        quantization=base.quantization,
+    )
+    if not report.passed:
+        raise ArtifactError(
+            f"{folder / 'adapter'}: in plain PEFT its logits differ from the trained model's by "
+            f"{report.max_abs_diff:.3g}, more than {report.tolerance:.3g}, or it does nothing "
+            f"(it moves the base's logits by {report.max_effect:.3g}); do not use it"
+        )
+    facts = {"max_abs_diff": report.max_abs_diff, "tolerance": report.tolerance}
+    write_text_aside(folder / VERIFIED, json.dumps(facts) + "\n", overwrite=True)
+    return report
