@@ -213,16 +213,26 @@ def export(
     evaluate: Annotated[
         bool, typer.Option(help="Of a base that was quantised: evaluate the merged model.")
     ] = True,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Upload OUT to this repository of the hub.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody see the repository.")
+    ] = False,
 ) -> None:
     """Merge a run's adapter into its base: a model that needs no PEFT.
 
     Goes on where a merge that was stopped has been.
     """
+    from tplora.artifact.push import check_repo, push_folder
+    from tplora.run.card import write_merged_card
     from tplora.run.evaluate import say_merged_loss
     from tplora.run.export import find_parts, merge_parts
     from tplora.run.merging import base_to_merge_into
     from tplora.terminal.show import byte_bar, say
 
+    if push_to_hub is not None:
+        check_repo(push_to_hub, where="--push-to-hub")
     parts = find_parts(run, base=base, weight=weight, others=adapter or [], progress=say)
     with (
         base_to_merge_into(parts.base, merged, into=into, progress=say) as source,
@@ -238,7 +248,10 @@ def export(
         )
     if report.unchanged:
         say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
+    write_merged_card(Path(run), parts.adapter, parts.base.path, merged)
     say(f"merged model: {merged}", style="green")
+    if push_to_hub is not None:
+        say(f"pushed: {push_folder(merged, push_to_hub, private=not public, progress=say)}")
     if source.note:
         say(source.note)
         if evaluate:
@@ -295,6 +308,59 @@ def generate(
     from tplora.run.generate import run_generate
 
     run_generate(run, prompt, max_new_tokens=max_new_tokens, tp_size=tp_size)
+
+
+@app.command()
+def push(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's, an adapter's or a merged model's.")
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="On the hub, as OWNER/NAME.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody see the repository.")
+    ] = False,
+) -> None:
+    """Upload an adapter or a merged model to the hub: private, in one commit."""
+    from tplora.artifact.push import push_folder
+    from tplora.run.folder import find_adapter
+    from tplora.terminal.show import say
+
+    place = folder if (folder / "config.json").is_file() else find_adapter(folder)
+    say(f"pushed: {push_folder(place, repo, private=not public, progress=say)}", style="green")
+
+
+@app.command()
+def inspect(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter, or a run.")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="OTHER", help="Another one, to compare it with.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base's folder, if it is not where the adapter says.")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="One row for each layer.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Show what an adapter holds and what looks wrong in it, or how two differ."""
+    from tplora.artifact.comparison import compare_adapters
+    from tplora.artifact.inspection import inspect_adapter
+    from tplora.run.folder import find_adapter
+    from tplora.terminal.adapters import as_json, comparison_tables, inspection_tables
+    from tplora.terminal.show import show
+
+    folder = find_adapter(adapter)
+    if other is None:
+        found = inspect_adapter(folder, base=base)
+        tables = inspection_tables(found, by_layer=layers)
+        text = as_json(found) if json else None
+    else:
+        compared = compare_adapters(folder, find_adapter(other))
+        tables = comparison_tables(compared, by_layer=layers)
+        text = as_json(compared) if json else None
+    if text is None:
+        show(tables)
+    else:
+        print(text)
 
 
 @recipes_app.command("list")

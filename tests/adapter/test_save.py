@@ -18,6 +18,7 @@ from tests.communication import Recorded
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tplora.adapter.base_record import BASE_RECORD
 from tplora.adapter.save import gather_factors, save_adapter
+from tplora.base.fingerprint import BASE
 from tplora.errors import ArtifactError
 
 pytestmark = pytest.mark.world
@@ -47,7 +48,7 @@ def _save(path: str, folder: str) -> None:
 def test_the_file_holds_the_full_factors_of_plain_peft(world, checkpoint, tmp_path):
     folder = tmp_path / "deep" / "adapter"
     world.run(_save, checkpoint("llama"), str(folder))
-    assert set(_contents(folder)) == {WEIGHTS, CONFIG, BASE_RECORD, "README.md", "base.json"}
+    assert set(_contents(folder)) == {WEIGHTS, CONFIG, BASE_RECORD, "README.md", BASE}
     config = json.loads((folder / CONFIG).read_text())
     assert set(config["target_modules"]) >= {"q_proj", "embed_tokens"}
     assert config["base_model_name_or_path"] == checkpoint("llama")
@@ -79,7 +80,7 @@ def _other_ways(path: str, folder: str) -> None:
 def test_every_way_to_save_writes_the_same_files(world2, checkpoint, tmp_path):
     world2.run(_other_ways, checkpoint("llama"), str(tmp_path))
     one, two, three = (_contents(tmp_path / name) for name in ("one", "two", "three"))
-    files = {WEIGHTS, CONFIG, BASE_RECORD, "README.md", "base.json"}
+    files = {WEIGHTS, CONFIG, BASE_RECORD, "README.md", BASE}
     assert set(one) == set(two) == set(three) == files
     for name in (WEIGHTS, CONFIG):
         assert one[name] == two[name] == three[name], name
@@ -174,7 +175,7 @@ def test_files_that_are_not_ours_stay(world2, checkpoint, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / WEIGHTS).write_bytes(b"old")
     world2.run(_save, checkpoint("llama"), str(folder))
-    files = {WEIGHTS, CONFIG, BASE_RECORD, "README.md", "base.json", "tokenizer.json"}
+    files = {WEIGHTS, CONFIG, BASE_RECORD, "README.md", BASE, "tokenizer.json"}
     assert set(_contents(folder)) == files
     assert (folder / "tokenizer.json").read_text() == "{}"
 

@@ -10,6 +10,7 @@ import pytest
 from tests.artifact.mutate import mutate
 from tests.artifact.tiny import write_adapter, write_base
 from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.inspection import inspect_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.errors import TploraError
 from tplora.plan.lora import build_lora_config
@@ -46,6 +47,7 @@ def _fuzz(place, seeds):
         rng = random.Random(seed)
         done = mutate(case, rng, mark)
         try:
+            inspect_adapter(case)
             read_adapter(case)
             num_read += 1
             build_lora_config({"adapter_name_or_path": str(case)}, None)

@@ -84,7 +84,7 @@ def test_another_base_is_refused_by_every_way_in(base, adapter, tmp_path, change
     model = attach_adapter(
         AutoModelForCausalLM.from_pretrained(other), LoraConfig.from_pretrained(adapter)
     )
-    with pytest.raises(ArtifactError, match=rf"another base than .*{said}.*or remove .*base.json"):
+    with pytest.raises(ArtifactError, match=rf"another base than .*{said}.*or remove .*{BASE}"):
         load_factors(model, adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
     named = config | {"base_model_name_or_path": str(other)}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tplora.errors import ArtifactError
+from tplora.saved.files import find_file, read_json
 from tplora.upstream.quantization import quantized_on_its_way
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ def read_base_record(folder: Path) -> BaseRecord | None:
         ArtifactError: If it is no record.
     """
     path = folder / BASE_RECORD
-    if not path.is_file():
+    if find_file(folder, [BASE_RECORD]) is None:
         return None
+    values = read_json(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         record = BaseRecord(
             dtype=str(values["dtype"]),
             held_in=str(values["held_in"]),

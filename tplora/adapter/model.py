@@ -92,6 +92,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.peft_config["default"] = in_file
         self.plan, self.mesh, self.seed = plan, mesh, seed
         self.card_facts: dict[str, str] = {}
+        self.card_details: dict[str, str] = {}
+        self.card_license: str | None = None
         self.data = data_axis(model, tp_size=plan.tp_size)
         self.sync = (
             None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
@@ -244,6 +246,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             facts,
             auto_class=loads,
             quantization=record.loading_code,
+            details=self.card_details,
+            license_name=self.card_license,
         )
         (Path(output_dir) / "README.md").write_text(text, encoding="utf-8")
 

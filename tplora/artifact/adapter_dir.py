@@ -18,7 +18,7 @@ from tplora.errors import ArtifactError
 from tplora.saved.config import CONFIG, read_saved_config
 from tplora.saved.tensors import SavedTensors, find_tensors
 
-__all__ = ["AdapterFiles", "FactorPair", "check_fits_base", "read_adapter"]
+__all__ = ["AdapterFiles", "FactorPair", "check_fits_base", "read_adapter", "read_structure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class AdapterFiles:
     """Module to key of the rows of the tokens that were trained, as whole rows."""
     others: Mapping[str, str]
     """Parameter of the base, by its own name, to key of what takes its place."""
+    problems: tuple[str, ...] = ()
+    """Of modules whose factors make no pair, which are not among ``pairs``."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,10 +99,32 @@ def read_adapter(folder: Path) -> AdapterFiles:
         ArtifactError: If a file is missing or damaged, or a tensor is empty, not finite, without
             its partner, or of another r than its partner or the config says.
     """
+    adapter = read_structure(folder)
+    if adapter.problems:
+        more = f" (and {len(adapter.problems) - 1} more)" if len(adapter.problems) > 1 else ""
+        raise ArtifactError(f"{adapter.tensors.path}: {adapter.problems[0]}{more}")
+    is_known = any(name != key for name, key in adapter.others.items())
+    if not (adapter.pairs or adapter.trained_tokens or is_known):
+        raise ArtifactError(f"{adapter.tensors.path}: holds no LoRA factor; save the adapter again")
+    _check_finite(adapter)
+    return adapter
+
+
+def read_structure(folder: Path) -> AdapterFiles:
+    """Read an adapter folder's config and shapes; what makes no pair is in ``problems``.
+
+    Raises:
+        ArtifactError: If a file is missing or damaged, or holds what no adapter does.
+    """
     config, tensors = read_saved_config(folder), find_tensors(folder)
     keys = sort_keys(tensors.shapes)
-    pairs = (_pair(config, tensors, module, found) for module, found in keys.factors.items())
-    adapter = AdapterFiles(
+    pairs, problems = [], []
+    for module, found in keys.factors.items():
+        try:
+            pairs.append(_pair(config, tensors, module, found))
+        except _UnpairedError as error:
+            problems.append(str(error))
+    return AdapterFiles(
         folder=folder,
         config=config,
         tensors=tensors,
@@ -108,12 +132,12 @@ def read_adapter(folder: Path) -> AdapterFiles:
         saved_bases=keys.saved_bases,
         trained_tokens=keys.trained_tokens,
         others=keys.others,
+        problems=tuple(problems),
     )
-    is_known = any(name != key for name, key in adapter.others.items())
-    if not (adapter.pairs or adapter.trained_tokens or is_known):
-        raise ArtifactError(f"{tensors.path}: holds no LoRA factor; save the adapter again")
-    _check_finite(adapter)
-    return adapter
+
+
+class _UnpairedError(Exception):
+    """Why the factors of a module make no pair."""
 
 
 def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -162,12 +186,11 @@ def _check_fits_stack(
 def _pair(
     config: LoraConfig, tensors: SavedTensors, module: str, found: Mapping[str, str]
 ) -> FactorPair:
-    path, shapes = tensors.path, tensors.shapes
+    shapes = tensors.shapes
     for factor, partner in (("A", "B"), ("B", "A")):
         if factor not in found:
-            raise ArtifactError(
-                f"{path}: {_first(found, partner)} has no lora_{factor} beside it; save the "
-                "adapter again"
+            raise _UnpairedError(
+                f"{_first(found, partner)} has no lora_{factor} beside it; save the adapter again"
             )
     a, b = found["A"], found["B"]
     r = _by_pattern(config.rank_pattern, module, config.r)
@@ -178,13 +201,13 @@ def _pair(
     whole = _without_blocks(config, module, {key: shapes[key] for key in (a, b)}, a, b)
     for key, dim in ((a, 0), (b, 1)):
         if len(shapes[key]) != 2 or whole[key][dim] != r * num_matrices:
-            raise ArtifactError(
-                f"{path}: {key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
+            raise _UnpairedError(
+                f"{key} has shape {list(shapes[key])}, dim {dim} has to be r = {r} as in "
                 f"{CONFIG}; a shard or another run's tensor was saved, save the adapter again"
             )
     is_embedding = a.endswith(".lora_embedding_A")
     out_features, in_features = whole[b][0], whole[a][1]
-    _check_vectors(path, shapes, found, out_features)
+    _check_vectors(shapes, found, out_features)
     return FactorPair(
         module=module,
         a=a,
@@ -199,12 +222,12 @@ def _pair(
 
 
 def _check_vectors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, str], out_features: int
+    shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, str], out_features: int
 ) -> None:
     for key in (found.get("magnitude"), found.get("bias")):
         if key is not None and shapes[key] != (out_features,):
-            raise ArtifactError(
-                f"{path}: {key} has shape {list(shapes[key])}, [{out_features}] is needed as for "
+            raise _UnpairedError(
+                f"{key} has shape {list(shapes[key])}, [{out_features}] is needed as for "
                 "the lora_B beside it; a shard was saved, save the adapter again"
             )
 

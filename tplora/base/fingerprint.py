@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BASE", "base_difference", "check_same_base", "take_fingerprint"]
 
-BASE = "base.json"
+BASE = "base_fingerprint.json"
 """Beside an adapter: the fingerprint of what it was trained on."""
 
 _NUM_VALUES = 8

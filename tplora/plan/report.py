@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tplora.plan.style import TensorPlan
     from tplora.plan.trained import TrainedPlan
 
-__all__ = ["plan_text", "render_plan"]
+__all__ = ["common_prefix", "plan_text", "render_plan", "say_bytes"]
 
 _WIDTH = 100
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -38,7 +38,7 @@ def render_plan(plan: Plan, axes: Axes | None = None) -> RenderableType:
     groups, trained = _grouped(plan.layers), _grouped_trained(plan.trained)
     names = [*groups, *trained]
     inner = [name for name in names if ".*." in name]  # the rest, such as a head, is named in full
-    common = _common_prefix(inner if len(inner) > 1 else names)
+    common = common_prefix(inner if len(inner) > 1 else names)
     table = Table(
         title=f"{plan.class_name} over tp_size {plan.tp_size}, adapters in {common or 'the model'}",
         title_justify="left",
@@ -134,7 +134,7 @@ def _what(part: TrainedPlan) -> str:
     return what if part.tied_to is None else f"with {part.tied_to.rpartition('.')[2]}"
 
 
-def _common_prefix(patterns: list[str]) -> str:
+def common_prefix(patterns: list[str]) -> str:
     """The leading parts, with their dots, that all patterns share; nothing for a single one."""
     shared = []
     for parts in zip(*(pattern.split(".")[:-1] for pattern in patterns), strict=False):
@@ -166,8 +166,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "bytes per rank",
-            f"base {_size(base)} ({_base_dtype(plan)}), factors {_size(factors)}, their gradients "
-            f"{_size(trained)}, AdamW state {_size(2 * trained)}; activations come on top",
+            f"base {say_bytes(base)} ({_base_dtype(plan)}), factors {say_bytes(factors)}, their "
+            f"gradients {say_bytes(trained)}, AdamW state {say_bytes(2 * trained)}; activations "
+            "come on top",
         ),
     ]
     missed = say_missed_experts(plan)
@@ -195,11 +196,12 @@ def _base_dtype(plan: Plan) -> str:
     most = loading_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
     return (
         f"{plan.quantization} in {len(plan.quantization.names)} linear layers, the rest in "
-        f"{plan.base_dtype}; {_size(most)} more while it loads"
+        f"{plan.base_dtype}; {say_bytes(most)} more while it loads"
     )
 
 
-def _size(num_bytes: float) -> str:
+def say_bytes(num_bytes: float) -> str:
+    """A size as a person reads it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -113,6 +113,10 @@ class ExportTable(_Table):
     """What the adapter is written in; "auto" is the dtype it was trained in."""
     merged: bool = False
     """Whether a merged model is written beside the adapter."""
+    push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """Repository that the adapter is uploaded to, once it is verified: ``owner/name``."""
+    hub_private_repo: bool = True
+    """Whether only its owner sees the repository."""
 
 
 TABLES: Mapping[str, type[_Table]] = {

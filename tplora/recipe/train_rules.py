@@ -13,7 +13,7 @@ from tplora.recipe.wording import Places, say_problem
 
 __all__ = ["ALLOWED_OPTIMIZERS", "REFUSED_KEYS", "find_train_problems"]
 
-_HUB = "a run stays on this machine; upload its adapter folder afterwards"
+_HUB = "the adapter is uploaded once it is verified: set export.push_to_hub"
 _RESUME = "a run goes on with: tplora finetune RECIPE --resume; leave it out"
 _LAUNCH = "the processes and their devices are settled when they start; leave it out"
 _FSDP = "the mesh is built from [parallel]; leave it out"

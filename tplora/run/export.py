@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from tplora.artifact.merge import MergeReport, merge_adapters
+from tplora.base.fingerprint import check_same_base
 from tplora.errors import ArtifactError
 from tplora.run.base import Base, find_base, named_base
 from tplora.run.folder import find_adapter
@@ -61,7 +62,8 @@ def find_parts(
         progress: Called with one line before each long step.
 
     Raises:
-        ArtifactError: If there is no such adapter, or a weight is no number.
+        ArtifactError: If there is no such adapter, a weight is no number, or an adapter was
+            trained on another base.
     """
     run, adapter = _adapter_of(named)
     adapters = {adapter: weight}
@@ -76,6 +78,8 @@ def find_parts(
         if base is None
         else named_base(base, progress=progress)
     )
+    for folder in adapters:
+        check_same_base(folder, found.path, revision=found.revision)
     return Parts(base=found, adapters=adapters)
 
 

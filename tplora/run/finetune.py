@@ -32,7 +32,7 @@ from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.run.base import Base
 from tplora.run.begin import check_shared_folder, find_start
-from tplora.run.card import card_facts
+from tplora.run.card import card_details, card_facts, license_of
 from tplora.run.finish import finish
 from tplora.run.folder import PROBE, drop_the_end
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
@@ -231,6 +231,10 @@ def _save(
         try:
             draw_loss(metrics, stage.folder / "loss.png", title=recipe.name)
             model.card_facts = card_facts(recipe, read_metrics(metrics), best_step)
+            model.card_details = card_details(
+                recipe, (stage.folder / "plan.txt").read_text("utf-8")
+            )
+            model.card_license = license_of(str(model.get_base_model().config.name_or_path))
             with written_aside(adapter, overwrite=True) as aside:
                 write_adapter(
                     model,

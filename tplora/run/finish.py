@@ -6,10 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 from tplora.artifact.mergeable import can_merge_into
+from tplora.artifact.push import push_folder
 from tplora.artifact.verify import VerifyReport, verify_adapter
 from tplora.errors import ArtifactError
 from tplora.files import write_text_aside
-from tplora.run.card import first_and_last
+from tplora.run.card import first_and_last, write_merged_card
 from tplora.run.folder import PROBE, VERIFIED
 from tplora.run.merging import merge_into_base
 from tplora.run.summary import RunSummary
@@ -34,6 +35,13 @@ def finish(
         report = _verify(base, folder)
     if processes.rank == 0 and recipe.export.merged:
         merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
+        write_merged_card(folder, folder / "adapter", base.path, folder / "merged")
+    if processes.rank == 0 and recipe.export.push_to_hub is not None:
+        push_folder(
+            folder / "adapter",
+            recipe.export.push_to_hub,
+            private=recipe.export.hub_private_repo,
+        )
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
     losses = first_and_last(records, "eval_loss", best_step) or (None, None)
     return RunSummary(
