@@ -189,6 +189,13 @@ def test_merging_goes_into_the_base_as_it_was_where_it_is_asked_to(place, cut):
     name = "model.layers.1.mlp.down_proj"
     wanted = base[f"{name}.weight"].float() + _delta(cut, name)
     torch.testing.assert_close(merged[f"{name}.weight"].float(), wanted, rtol=0, atol=1e-6)
+    assert "{" not in said, "a trainer's own line"
+    gone = place / "without-rows"
+    shutil.copytree(cut, gone)
+    recipe = (gone / "recipe.toml").read_text().replace("eval.jsonl", "gone.jsonl")
+    (gone / "recipe.toml").write_text(recipe)
+    said = _merged(place, gone, "--into=original", "--overwrite")[1]
+    assert "its loss was not looked at: data.eval" in said
     assert "eval loss" not in _merged(place, cut, "--into=original", "--no-evaluate")[1]
 
 
