@@ -212,6 +212,19 @@ def test_a_run_resumes_on_a_quantised_base_at_another_tp_size(place, cut, tmp_pa
         torch.testing.assert_close(factor, _factors(cut)[name], rtol=0, atol=1e-3, msg=name)
 
 
+def test_a_recipe_may_begin_with_what_4_bits_lose(place, cut):
+    argv = ["--output", "loftq", "--set", "lora.loftq=true", "--set", "train.eval_on_start=true"]
+    argv += ["--set", "train.max_steps=1", "--set", "parallel.tp_size=1"]
+    done = tplora(place, "finetune", "recipe.toml", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    first, without = metrics(place / "loftq")[0], metrics(cut)[0]
+    assert first["step"] == without["step"] == 0
+    assert abs(first["eval_loss"] - without["eval_loss"]) > 1e-4, "B is not 0 at the start"
+    done = tplora(place, "plan", "packed.toml", "--set", "lora.loftq=true")
+    assert done.returncode == 1
+    assert "set [quantization] load_in_4bit = true" in done.stderr
+
+
 def test_a_tp_size_that_breaks_blocks_is_refused_before_any_process_starts(place):
     (place / "odd.toml").write_text((place / "recipe.toml").read_text())
     done = tplora(place, "plan", "odd.toml", "--set", "parallel.tp_size=6")

@@ -17,6 +17,7 @@ from trl import SFTConfig
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
+from tplora.adapter.loftq import replace_lora_weights_loftq
 from tplora.adapter.save import save_adapter
 from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.probe import choose_probe_rows, record_probe
@@ -210,9 +211,10 @@ def _load(
         plan=plan,
         autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
     )
-    start = recipe.lora.get("adapter_name_or_path")
-    if start is not None:
+    if (start := recipe.lora.get("adapter_name_or_path")) is not None:
         load_factors(model, started_from(start))
+    if recipe.lora.get("loftq"):
+        replace_lora_weights_loftq(model, source.path)
     return model
 
 
@@ -265,9 +267,8 @@ def _finish(
     recipe: Recipe, base: Base, plan: Plan, folder: Path, processes: Processes
 ) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
-    report = None
-    if processes.rank == 0 and recipe.export.verify:
-        report = _verify(base, folder)
+    is_asked = processes.rank == 0 and recipe.export.verify
+    report = _verify(base, folder) if is_asked else None
     if processes.rank == 0 and recipe.export.merged:
         merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
