@@ -6,6 +6,8 @@ Widths are whole blocks of 64 on 2, 3 and 4 ranks: 24 heads of 32, and 768 in th
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
+import peft as plain_peft
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -15,6 +17,7 @@ from tests.models import SEED, lora, world_size
 from tests.tiny import VOCAB, write_checkpoint
 from tests.zoo.build import build_model, tiny_config
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.loftq import replace_lora_weights_loftq
 from tplora.adapter.model import TploraModel
 from tplora.base.cut import Cut
 from tplora.base.load import load_base
@@ -74,6 +77,7 @@ OPTIONS = {
     "dora-dropped": {"use_dora": True, "dropout": 0.3},
     "lora-bias": {"lora_bias": True},
     "bias": {"bias": "all"},
+    "loftq": {},
     "activated": {"alora_invocation_tokens": [5, 6]},
 }
 """Kinds of LoRA that plain PEFT has on quantised layers."""
@@ -99,6 +103,8 @@ def lora_on(targets: str) -> LoraConfig:
 def adapted(path: str, method: str, targets: str) -> TploraModel:
     """tplora's adapter on this rank's pieces."""
     model = attach_adapter(load_pieces(path, method), lora_on(targets), seed=SEED)
+    if targets == "loftq":
+        replace_lora_weights_loftq(model)
     return model.train()
 
 
@@ -106,7 +112,23 @@ def plain_adapted(path: str, method: str, targets: str) -> nn.Module:
     """Plain PEFT's on the whole, with factors drawn as tplora promises to draw them."""
     base = load_whole(path, method)
     torch.manual_seed(SEED)
-    return get_peft_model(base, lora_on(targets)).train()
+    model = get_peft_model(base, lora_on(targets)).train()
+    if targets == "loftq":
+        with pytest.MonkeyPatch.context() as patch:
+            _with_cuda_on_the_cpu(patch)
+            plain_peft.replace_lora_weights_loftq(model, path)
+    return model
+
+
+def _with_cuda_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    """PEFT's LoftQ asks for a GPU by name."""
+
+    def to(self, *args, original=torch.Tensor.to, **kwargs):
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return original(self, *args, **kwargs)
+
+    patch.setattr(torch.Tensor, "to", to)
 
 
 def quantized_linears(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tplora.adapter.attach import attach_adapter
     from tplora.adapter.load import load_factors
+    from tplora.adapter.loftq import replace_lora_weights_loftq
     from tplora.adapter.model import TploraModel
     from tplora.adapter.save import save_adapter
     from tplora.artifact.merge import merge_adapter
@@ -48,6 +49,7 @@ _HOMES = {
     "parallelism_config": "tplora.train.parallelism",
     "read_recipe": "tplora.recipe.check",
     "render_plan": "tplora.plan.report",
+    "replace_lora_weights_loftq": "tplora.adapter.loftq",
     "run_finetune": "tplora.run.finetune",
     "save_adapter": "tplora.adapter.save",
     "verify_adapter": "tplora.artifact.verify",
@@ -69,6 +71,7 @@ __all__ = [
     "parallelism_config",
     "read_recipe",
     "render_plan",
+    "replace_lora_weights_loftq",
     "run_finetune",
     "save_adapter",
     "verify_adapter",

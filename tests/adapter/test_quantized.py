@@ -5,6 +5,8 @@ bitsandbytes computes in float32 at most, so numbers are held to what float32 ca
 by its own size, and so makes rounding of one that is nearly zero into a step as long as any other.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -19,16 +21,19 @@ from tests.quantized import (
     adapted,
     cut_of,
     load_pieces,
+    load_whole,
     plain_adapted,
     quantized_linears,
     write_wide,
 )
+from tests.tiny import write_checkpoint
 from tplora.adapter import linear
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.loftq import replace_lora_weights_loftq
 from tplora.adapter.variants import dora as our_dora
 from tplora.base import quantized_product
 from tplora.base.load import check_shards
-from tplora.errors import PlanError
+from tplora.errors import ArtifactError, PlanError
 
 pytestmark = pytest.mark.world
 
@@ -164,6 +169,8 @@ def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):
         (3, "llama_bias", "nf4-double", "lora-bias"),
         (2, "llama_bias", "int8", "lora-bias"),
         (2, "llama_bias", "nf4", "activated"),
+        (2, "llama_bias", "nf4-double", "loftq"),
+        (3, "phi3", "fp4", "loftq"),
     ],
 )
 def test_each_kind_of_lora_that_peft_has_equals_its_own(
@@ -282,6 +289,30 @@ def _merge_is_refused(path):
 
 def test_merging_in_place_and_a_quantised_head_are_refused(world2, wide):
     world2.run(_merge_is_refused, wide("llama"))
+
+
+def _loftq_needs_the_base_before(path, other, packed):
+    model = attach_adapter(load_pieces(path, "nf4"), LoraConfig(target_modules=["q_proj"]))
+    for folder, said in (
+        (other, r"is \[192, 96\] in F64, and \[768, 192\] in 16 or 32 bits is needed"),
+        (packed, r"is \[73728, 1\] in U8"),
+        (f"{path}/nowhere", "is no folder of a base"),
+        (str(Path(path).parent), "holds no model"),
+    ):
+        with pytest.raises(ArtifactError, match=said):
+            replace_lora_weights_loftq(model, folder)
+    eight = attach_adapter(load_pieces(path, "int8"), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(PlanError, match="is on no layer in 4 bits"):
+        replace_lora_weights_loftq(eight)
+    many = LoraConfig(target_modules=["q_proj"], r=193)
+    with pytest.raises(PlanError, match="at most 192 of its weight's vectors"):
+        replace_lora_weights_loftq(attach_adapter(load_pieces(path, "nf4"), many))
+
+
+def test_loftq_without_the_weights_that_it_is_of_is_refused(world2, wide, tmp_path):
+    other = write_checkpoint("llama", tmp_path / "other", hidden_size=96, head_dim=16)
+    load_whole(wide("llama"), "nf4").save_pretrained(tmp_path / "packed")
+    world2.run(_loftq_needs_the_base_before, wide("llama"), str(other), str(tmp_path / "packed"))
 
 
 def _eval_then_train(path, method, file):

@@ -246,6 +246,12 @@ def test_inits_that_take_packed_bytes_for_numbers_are_refused(init):
         _on_nf4(changes={"bnb_4bit_quant_storage": "float32"}, **given)
 
 
+def test_an_init_after_which_the_base_would_be_rounded_anew_is_refused():
+    for method in ("nf4", "int8"):
+        with pytest.raises(PlanError, match="peft rounds what it leaves of a weight anew"):
+            _on_nf4(method, init_lora_weights="olora")
+
+
 def test_orthogonal_factors_that_would_be_whole_numbers_are_refused():
     for method in ("nf4", "int8"):
         with pytest.raises(PlanError, match="peft rounds it to the packed weights' dtype"):

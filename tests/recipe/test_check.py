@@ -93,7 +93,10 @@ def test_check_recipe_finds_the_same_mistakes_in_a_loaded_recipe(tmp_path: Path)
         ('init_lora_weights = "pisa"', '"lora_ga", "pissa_niter_N"'),
         ('init_lora_weights = "pissa_niter_0"', '"lora_ga", "pissa_niter_N"'),
         ('init_lora_weights = "eva"', "initialize_lora_eva_weights in one process"),
-        ('init_lora_weights = "loftq"', "from what quantising loses of it"),
+        (
+            'init_lora_weights = "loftq"',
+            "set lora.loftq = true and [quantization]",
+        ),
         ('init_lora_weights = "corda"', "attach from Python"),
         ("[lora.lora_ga_config]\nstable_gamma = 8", "attach from Python"),
         ('task_type = "SEQ_CLS"', "which a recipe does not load; attach from Python"),

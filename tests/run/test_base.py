@@ -12,6 +12,7 @@ from tests.quantized import quantization
 from tplora.adapter.base_record import BASE_RECORD
 from tplora.errors import ArtifactError, SourceError
 from tplora.run.base import find_base
+from tplora.run.merging import base_to_merge_into
 
 
 def _base(folder: Path) -> Path:
@@ -99,3 +100,17 @@ def test_a_base_that_is_gone_or_not_named_is_an_error_of_ours(tmp_path):
     gone = _adapter(tmp_path, str(tmp_path / "gone"))
     with pytest.raises(SourceError):
         find_base(tmp_path, gone)
+
+
+def test_a_base_that_was_not_quantised_has_one_form(tmp_path):
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path, str(base))
+    found = find_base(adapter, adapter)
+    for into in ("dequantized", "original"):
+        with (
+            pytest.raises(ArtifactError, match="was not trained on a quantised base"),
+            base_to_merge_into(found, tmp_path / "out", into=into),
+        ):
+            pass
+    with base_to_merge_into(found, tmp_path / "out") as source:
+        assert (source.path, source.note) == (str(base), "")

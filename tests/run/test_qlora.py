@@ -189,6 +189,13 @@ def test_merging_goes_into_the_base_as_it_was_where_it_is_asked_to(place, cut):
     name = "model.layers.1.mlp.down_proj"
     wanted = base[f"{name}.weight"].float() + _delta(cut, name)
     torch.testing.assert_close(merged[f"{name}.weight"].float(), wanted, rtol=0, atol=1e-6)
+    assert "{" not in said, "a trainer's own line"
+    gone = place / "without-rows"
+    shutil.copytree(cut, gone)
+    recipe = (gone / "recipe.toml").read_text().replace("eval.jsonl", "gone.jsonl")
+    (gone / "recipe.toml").write_text(recipe)
+    said = _merged(place, gone, "--into=original", "--overwrite")[1]
+    assert "its loss was not looked at: data.eval" in said
     assert "eval loss" not in _merged(place, cut, "--into=original", "--no-evaluate")[1]
 
 
@@ -203,6 +210,19 @@ def test_a_run_resumes_on_a_quantised_base_at_another_tp_size(place, cut, tmp_pa
     assert f"resumed from {run}/checkpoint-2" in done.stdout
     for name, factor in _factors(run).items():
         torch.testing.assert_close(factor, _factors(cut)[name], rtol=0, atol=1e-3, msg=name)
+
+
+def test_a_recipe_may_begin_with_what_4_bits_lose(place, cut):
+    argv = ["--output", "loftq", "--set", "lora.loftq=true", "--set", "train.eval_on_start=true"]
+    argv += ["--set", "train.max_steps=1", "--set", "parallel.tp_size=1"]
+    done = tplora(place, "finetune", "recipe.toml", *argv)
+    assert done.returncode == 0, done.stderr + done.stdout
+    first, without = metrics(place / "loftq")[0], metrics(cut)[0]
+    assert first["step"] == without["step"] == 0
+    assert abs(first["eval_loss"] - without["eval_loss"]) > 1e-4, "B is not 0 at the start"
+    done = tplora(place, "plan", "packed.toml", "--set", "lora.loftq=true")
+    assert done.returncode == 1
+    assert "set [quantization] load_in_4bit = true" in done.stderr
 
 
 def test_a_tp_size_that_breaks_blocks_is_refused_before_any_process_starts(place):

@@ -19,7 +19,11 @@ __all__ = ["find_adapter_config_problems"]
 
 _BUILDS_PLAIN = "peft builds plain LoRA of it on a quantised layer"
 _READS_NUMBERS = "peft computes it from weights in 16 or 32 bits alone"
-_INSTEAD = 'use true or "gaussian", or an unquantised base'
+_ROUNDS_THE_REST = (
+    "peft rounds what it leaves of a weight anew, and no saved adapter is for the base that was "
+    "loaded then"
+)
+_INSTEAD = 'use true, "gaussian" or, in 4 bits, lora.loftq = true, or an unquantised base'
 _INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal")
 
 
@@ -44,5 +48,7 @@ def _problems(plan: QuantizationPlan, lora: LoraConfig) -> Iterator[tuple[str, s
     init = lora.init_lora_weights
     if init == "orthogonal" and (plan.method == "int8" or "int" in plan.storage):
         yield "init_lora_weights", f"peft rounds it to the packed weights' dtype; {_INSTEAD}"
+    elif init == "olora":
+        yield "init_lora_weights", f"{_ROUNDS_THE_REST}; {_INSTEAD}"
     elif init not in _INITS_THAT_LEAVE_THE_BASE:
         yield "init_lora_weights", f"{_READS_NUMBERS}; {_INSTEAD}"

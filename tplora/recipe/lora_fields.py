@@ -54,8 +54,9 @@ INITS_IN_PYTHON: Mapping[str, str] = {
 
 REFUSED_INITS: Mapping[str, str] = {
     "loftq": (
-        "is computed from each whole weight and from what quantising loses of it, and a rank has a "
-        'piece; leave it out, or use true or "gaussian" on a quantised base'
+        "makes the base the sum of a rounded weight and factors, and holds it unquantised; set "
+        "lora.loftq = true and [quantization] load_in_4bit = true, or call "
+        "tplora.replace_lora_weights_loftq, for LoftQ's factors on a base in 4 bits"
     ),
     "eva": (
         "computes A from whole inputs of every layer, which are cut here; run peft's "
@@ -130,6 +131,7 @@ LORA_FIELDS: Mapping[str, LoraField] = {
 
 OWN_KEYS: Mapping[str, str] = {
     "experts": "true adapts every stack of expert weights",
+    "loftq": "true begins with LoftQ's factors (one step) on a base that load_in_4bit quantises",
     "adapter_name_or_path": "a folder with an adapter to start from, in place of all other fields",
     "autocast_adapter_dtype": "false holds the factors in the base's dtype, not in float32",
     "loraplus_lr_ratio": "LoRA+: the learning rate of B over that of A",
@@ -137,5 +139,5 @@ OWN_KEYS: Mapping[str, str] = {
 }
 """Keys of ``[lora]`` that are tplora's own, and what they do."""
 
-BESIDE_AN_ADAPTER = tuple(OWN_KEYS)[1:]
+BESIDE_AN_ADAPTER = tuple(key for key in OWN_KEYS if key not in ("experts", "loftq"))
 """What may be given together with an adapter to start from."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from tplora.recipe.wording import Places, say_problem
 
-__all__ = ["REFUSED_QUANTIZATION", "find_quantization_problems"]
+__all__ = ["REFUSED_QUANTIZATION", "find_loftq_problems", "find_quantization_problems"]
 
 _LOADS = ("load_in_4bit", "load_in_8bit")
 
@@ -36,3 +36,18 @@ def find_quantization_problems(table: Mapping[str, Any], places: Places) -> Iter
                 message = "has no effect in 8 bits; leave it out, or set load_in_4bit = true"
                 value = table[key]
                 yield say_problem(["quantization", key], message, places=places, value=value)
+
+
+def find_loftq_problems(
+    lora: Mapping[str, Any], table: Mapping[str, Any], places: Places
+) -> Iterator[str]:
+    """LoftQ's factors are of what 4 bits lose, and take the place of any others."""
+    if lora.get("loftq") is not True:
+        return
+    where = ["lora", "loftq"]
+    if table.get("load_in_4bit") is not True:
+        need = "is of what 4 bits lose of a base; set [quantization] load_in_4bit = true"
+        yield say_problem(where, need, places=places, value=True)
+    if lora.get("init_lora_weights", True) is not True:
+        need = "its factors take the place of init_lora_weights; leave one out"
+        yield say_problem(where, need, places=places, value=True)

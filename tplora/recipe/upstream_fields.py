@@ -43,6 +43,7 @@ class UpstreamField:
 
 _OURS = {
     "experts": UpstreamField(hint=bool, default=False),
+    "loftq": UpstreamField(hint=bool, default=False),
     "adapter_name_or_path": UpstreamField(hint=str | None, default=None),
     "autocast_adapter_dtype": UpstreamField(hint=bool, default=True),
     "loraplus_lr_ratio": UpstreamField(hint=float | None, default=None),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from tplora.base.source import resolve_model
+from tplora.errors import DataError, SourceError
 from tplora.recipe.parse import load_recipe
 from tplora.run.preflight import tokenize_recipe_rows
 from tplora.run.vocabulary import load_tokenizer
@@ -44,7 +47,12 @@ def say_merged_loss(run: Path, merged: Path, base: Base, *, say: Callable[[str],
         say("its loss was not looked at: the model does not fit the memory that is free")
         return
     say("evaluating it on data.eval (--no-evaluate leaves this out) ...")
-    found, trained = merged_eval_loss(recipe, merged, base), _trained_loss(run)
+    try:
+        found = merged_eval_loss(recipe, merged, base)
+    except (DataError, SourceError) as error:  # the model is there; the run's rows may have gone
+        say(f"its loss was not looked at: {error}")
+        return
+    trained = _trained_loss(run)
     told = "" if trained is None else f", {found - trained:+.4f} from {trained:.4f} as trained"
     say(f"eval loss of the merged model: {found:.4f}{told}")
 
@@ -57,8 +65,8 @@ def merged_eval_loss(recipe: Recipe, merged: Path, base: Base) -> float:
         merged: The model's folder.
         base: That was trained on, for the dtype.
     """
+    (rows,) = tokenize_recipe_rows(recipe, keys=["data.eval"])
     model = auto_class_of(str(merged)).from_pretrained(merged, dtype=base.dtype)
-    rows = {tokenized.key: tokenized.dataset for tokenized in tokenize_recipe_rows(recipe)}
     source = resolve_model(recipe.model, recipe_folder=recipe.path.parent)
     size = recipe.train.get("per_device_eval_batch_size", SFTConfig.per_device_eval_batch_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,15 +77,16 @@ def merged_eval_loss(recipe: Recipe, merged: Path, base: Base) -> float:
                 per_device_eval_batch_size=size,
                 use_cpu=not _fits_device(model),
                 report_to="none",
-                disable_tqdm=True,
+                disable_tqdm=not sys.stderr.isatty(),
                 log_level="error",
                 bf16=False,
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
-            train_dataset=rows["data.eval"],  # which it asks for, and does not train on
-            eval_dataset=rows["data.eval"],
+            train_dataset=rows.dataset,  # which it asks for, and does not train on
+            eval_dataset=rows.dataset,
             processing_class=load_tokenizer(recipe, source),
         )
+        trainer.pop_callback(PrinterCallback)
         found: dict[str, Any] = trainer.evaluate()
     return float(found["eval_loss"])
 

@@ -13,6 +13,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
+from tplora.adapter.loftq import replace_lora_weights_loftq
 from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.base.load import check_shards, load_base
@@ -200,9 +201,10 @@ def _load(
         plan=plan,
         autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
     )
-    start = recipe.lora.get("adapter_name_or_path")
-    if start is not None:
+    if (start := recipe.lora.get("adapter_name_or_path")) is not None:
         load_factors(model, started_from(start))
+    if recipe.lora.get("loftq"):
+        replace_lora_weights_loftq(model, source.path)
     return model
 
 

@@ -1,7 +1,7 @@
 """What can be known of a run before any process starts: its plan and its rows."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers.integrations import (
     INTEGRATION_TO_CALLBACK,
@@ -134,8 +134,14 @@ def _merge_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
     ]
 
 
-def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
+def tokenize_recipe_rows(
+    recipe: Recipe, keys: Sequence[str] = ("data.train", "data.eval")
+) -> Iterator[TokenizedRows]:
     """A recipe's training rows, then its evaluation rows if it has any, as they will be trained on.
+
+    Args:
+        recipe: A checked recipe.
+        keys: Which of them.
 
     Raises:
         DataError: If they cannot be.
@@ -145,7 +151,7 @@ def tokenize_recipe_rows(recipe: Recipe) -> Iterator[TokenizedRows]:
     tokenizer = load_tokenizer(recipe, source)
     named = {"data.train": recipe.data.train, "data.eval": recipe.data.eval}
     for key, spec in named.items():
-        if spec is None:
+        if spec is None or key not in keys:
             continue
         rows = tokenize_rows(
             read_rows(spec, folder=folder, key=key),
