@@ -89,7 +89,7 @@ def _saved_in_base(peft_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What a file holds of the base itself, such as trained biases: it is not empty any more."""
     for name, parameter in peft_model.named_parameters():
         is_own = any(part in name for part in (".lora_", ".modules_to_save.", "trainable_tokens"))
-        is_saved_copy = name.endswith(".base_layer.weight")
+        is_saved_copy = name.endswith(".base_layer.weight") or ".original_module." in name
         if not (is_own or is_saved_copy or parameter.is_meta):
             yield name, parameter.data
 

@@ -22,6 +22,7 @@ from tplora.upstream.checkpoint_layout import (
     WeightGroup,
     read_checkpoint_layout,
 )
+from tplora.upstream.peft_keys import is_second_copy
 from tplora.upstream.peft_reading import adapters_on_meta, base_parameter_name
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def _check_read(
     checkpoint: Checkpoint,
 ) -> None:
     """Nothing that PEFT leaves out, and nothing that it would leave as it was drawn."""
+    unexpected = [key for key in unexpected if not is_second_copy(key, adapter.shapes)]
     for pair in adapter.pairs:
         module = pair.module.replace(".base_layer", "")
         if not any(name.startswith(f"{module}.") for name in base.shapes) and unexpected:
