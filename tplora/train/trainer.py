@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import SFTTrainer
 
-from tplora.train.agreement import check_finite, check_rows, check_same_replicas
+from tplora.train.agreement import (
+    check_finite,
+    check_gradient_norm,
+    check_rows,
+    check_same_replicas,
+    gradient_norms,
+)
 from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.counting import CountsOnce
 from tplora.train.head import install_fused_head
@@ -82,7 +88,8 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         return loss
 
     def _clip_grad_norm(self, model: TploraModel) -> Any:
+        before = gradient_norms(self.model)
         norm = super()._clip_grad_norm(model)
         step = self.state.global_step + 1
-        check_finite(float(norm), what="the gradient norm", step=step)
+        check_gradient_norm(float(norm), before, self.model, step=step)
         return norm
