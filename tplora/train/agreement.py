@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tplora.errors import TrainError
-from tplora.upstream import local_shard
+from tplora.mesh import largest_of_ranks
+from tplora.upstream import local_shard, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from tplora.adapter.factor import Factor
     from tplora.adapter.model import TploraModel
 
-__all__ = ["check_finite", "check_rows", "check_same_batch", "check_same_replicas", "fingerprint"]
+__all__ = [
+    "check_finite",
+    "check_gradient_norm",
+    "check_rows",
+    "check_same_batch",
+    "check_same_replicas",
+    "fingerprint",
+    "gradient_norms",
+]
 
 _PRIME = 2_147_483_647  # 2^31 - 1: sums of products of two residues stay exact in int64
 
@@ -201,3 +210,49 @@ def check_finite(value: float, *, what: str, step: int) -> None:
             f"step {step}: {what} is {value}; training stopped before it was saved; lower "
             "train.learning_rate, set train.max_grad_norm, or look at the rows of this step"
         )
+
+
+def gradient_norms(model: TploraModel) -> dict[str, torch.Tensor]:
+    """Norm of this rank's piece of every gradient, before clipping makes all of them alike."""
+    grads = {
+        factor.name: local_shard(factor.parameter.grad)
+        for factor in model.factors().values()
+        if factor.parameter.grad is not None
+    }
+    return dict(zip(grads, norms_of(list(grads.values())), strict=True))
+
+
+def check_gradient_norm(
+    norm: float, of_factors: Mapping[str, torch.Tensor], model: TploraModel, *, step: int
+) -> None:
+    """Stop at a gradient norm that is not finite, with the factor and rank it comes from.
+
+    Collective if it is not, and it is the same on every rank.
+
+    Args:
+        norm: Of all gradients.
+        of_factors: What ``gradient_norms`` gave before they were clipped.
+        model: Whose gradients they are.
+        step: For the message.
+
+    Raises:
+        TrainError: On every rank. A sum over ranks is not finite on all of them, whoever it is
+            that brought it in.
+    """
+    if norm - norm == 0:
+        return
+    names, is_fine = list(of_factors), [bool(norm.isfinite()) for norm in of_factors.values()]
+    first = is_fine.index(False) if False in is_fine else len(names)
+    size, tp_size = _world_size(), 1 if model.mesh is None else model.mesh.size()
+    own = first * size + (dist.get_rank() if dist.is_initialized() else 0)
+    index, rank = divmod(-largest_of_ranks(-own), size)
+    what = "the gradient norm"
+    if index < len(names):
+        is_everywhere = not largest_of_ranks(int(is_fine[index]))
+        where = "every rank" if is_everywhere and size > 1 else _place(rank, tp_size)
+        what = f"the gradient of {names[index]} is not finite on {where}, so {what}"
+    check_finite(norm, what=what, step=step)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

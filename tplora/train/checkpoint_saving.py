@@ -133,6 +133,8 @@ class SavesWhileTraining:
     def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, which looks through the checkpoints."""
         self._end_last_write()
+        if self.is_world_process_zero():  # a run that was killed may have left one more
+            remove_old_checkpoints(self, Path(self.args.output_dir))
         parent: Any = super()
         return parent._finalize_training(*args, **kwargs)
 

@@ -15,7 +15,13 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from tplora.adapter.head.fused import install_fused_head
 from tplora.errors import TrainError
-from tplora.train.agreement import check_finite, check_rows, check_same_replicas
+from tplora.train.agreement import (
+    check_finite,
+    check_gradient_norm,
+    check_rows,
+    check_same_replicas,
+    gradient_norms,
+)
 from tplora.train.answer_counting import CountsAnswersOnce
 from tplora.train.best import KeepsBest
 from tplora.train.counting import CountsOnce
@@ -96,10 +102,11 @@ class TrainsCutModel:
         return loss
 
     def _clip_grad_norm(self: Any, model: TploraModel) -> Any:
+        before = gradient_norms(self.model)
         parent: Any = super()
         norm = parent._clip_grad_norm(model)
         step = self.state.global_step + 1
-        check_finite(float(norm), what="the gradient norm", step=step)
+        check_gradient_norm(float(norm), before, self.model, step=step)
         return norm
 
 

@@ -7,6 +7,7 @@ are used. When a new release moves one of these, this is the only folder that ch
 from tplora.upstream.dtensor import (
     copying_shards,
     local_shard,
+    norms_of,
     placement_of,
     queue_after_backward,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "matches_pattern",
     "modules_saved_with_task",
     "names_tied_with_embedding",
+    "norms_of",
     "note_callback_states",
     "own_forward",
     "peft_moved_names",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "copying_shards",
     "local_shard",
+    "norms_of",
     "placement_of",
     "queue_after_backward",
 ]
@@ -31,6 +32,14 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in one kernel for many of them; nothing waits for the device.
+
+    ``torch._foreach_norm`` (torch 2.11 to 2.14), as torch's own clipping has it.
+    """
+    return list(torch._foreach_norm(tensors)) if tensors else []
 
 
 def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
