@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
+from tplora.errors import TrainError
 from tplora.train.agreement import check_finite, check_rows, check_same_replicas
 from tplora.train.answer_counting import CountsAnswersOnce
 from tplora.train.best import KeepsBest
 from tplora.train.counting import CountsOnce
 from tplora.train.head import install_fused_head
 from tplora.train.optimizers import create_loraplus_optimizer
-from tplora.upstream import TakesTokenizedRows, trl_without_head_check
+from tplora.upstream import TakesTokenizedRows, trl_without_head_check, uploads_model
 
 if TYPE_CHECKING:
     from tplora.adapter.model import TploraModel
@@ -52,6 +53,11 @@ class TrainsCutModel:
         parent: Any = super()
         with trl_without_head_check(model.get_base_model()):
             parent.__init__(model=model, **kwargs)
+        if uploads_model(self):
+            raise TrainError(
+                "WANDB_LOG_MODEL: would save the model on the first rank alone, and wait for the "
+                "others for ever; unset it, and upload the adapter's folder afterwards"
+            )
         install_fused_head(model.get_base_model())
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1

@@ -49,6 +49,7 @@ from tplora.upstream.trainers import (
     trainer_that_resumes,
     trl_fused_head_settings,
     trl_without_head_check,
+    uploads_model,
 )
 
 __all__ = [
@@ -87,5 +88,6 @@ __all__ = [
     "transform_output",
     "trl_fused_head_settings",
     "trl_without_head_check",
+    "uploads_model",
     "with_all_linear_named",
 ]
