@@ -68,3 +68,18 @@ def test_the_script_makes_the_shipped_rows_again(tmp_path: Path) -> None:
     for kind in ("train", "eval"):
         name = f"python-builtins-{kind}.jsonl"
         assert (tmp_path / name).read_bytes() == (ROWS / name).read_bytes()
+
+
+def test_the_script_makes_the_shipped_preferences_again(tmp_path: Path) -> None:
+    """Both answers of a pair are to the same question, and are not the same."""
+    script = ROWS / "make_preferences.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
+    for kind in ("train", "eval"):
+        name = f"python-builtins-preferences-{kind}.jsonl"
+        lines = (ROWS / name).read_text(encoding="utf-8").splitlines()
+        assert (tmp_path / name).read_text(encoding="utf-8").splitlines() == lines
+        for line in lines:
+            row = json.loads(line)
+            better, other = (row[key][0]["content"] for key in ("chosen", "rejected"))
+            assert better != other
+            assert (row["prompt"][0]["content"], better) in read_rows(kind)

@@ -84,7 +84,7 @@ def arguments(folder, setup, mesh, **more):
             "max_grad_norm": 0.05,
             "gradient_checkpointing": False,
             "include_num_input_tokens_seen": "non_padding",
-            **dict(setup.changes),
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in setup.changes},
             **more,
         }
     )

@@ -121,9 +121,9 @@ def test_an_unmodified_trainer_trains_the_same(
 
 
 LOSSES = {
-    "dft": Setup(options=(("loss_type", "dft"),), has_eval=True),
-    "smoothed": Setup(options=(("label_smoothing_factor", 0.2),), has_eval=True),
-    "transformers-smoothed": Setup("transformers", options=(("label_smoothing_factor", 0.2),)),
+    "dft": Setup(arguments=(("loss_type", "dft"),), has_eval=True),
+    "smoothed": Setup(arguments=(("label_smoothing_factor", 0.2),), has_eval=True),
+    "transformers-smoothed": Setup("transformers", arguments=(("label_smoothing_factor", 0.2),)),
 }
 
 
@@ -137,13 +137,13 @@ def test_another_loss_equals_one_process(world2, trained_alone, checkpoint, tmp_
 
 def _smooths_as_trl(path, folder):
     """trl's own smoothing runs the model twice; ours is one forward."""
-    smoothed = Setup(options=(("label_smoothing_factor", 0.2),), max_steps=3)
+    smoothed = Setup(arguments=(("label_smoothing_factor", 0.2),), max_steps=3)
     ours = _train(path, folder / "ours", smoothed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         theirs = _train(path, folder / "theirs", replace(smoothed, trainer="trl"))
     _assert_same(ours, theirs)
-    _, others = _train(path, folder / "none", replace(smoothed, options=()))
+    _, others = _train(path, folder / "none", replace(smoothed, arguments=()))
     assert any((ours[1][name] - other).abs().max() > 1e-5 for name, other in others.items())
 
 
@@ -161,7 +161,7 @@ def test_label_smoothing_is_trls(world2, checkpoint, tmp_path):
 def test_a_loss_that_is_not_computed_here_is_refused(alone, checkpoint, tmp_path, options, message):
     path = checkpoint("llama", **CUT)
     with pytest.raises(RankError, match=f"TrainError: {message}"):
-        alone.run(_train, path, tmp_path, Setup(options=options))
+        alone.run(_train, path, tmp_path, Setup(arguments=options))
 
 
 def _accelerate_loop(path):

@@ -37,8 +37,8 @@ class Setup:
     logging_steps: int = 1
     changes: tuple[tuple[str, object], ...] = ()
     """Further settings of the LoRA config."""
-    options: tuple[tuple[str, object], ...] = ()
-    """Further training arguments."""
+    arguments: tuple[tuple[str, object], ...] = ()
+    """Further arguments of the trainer."""
 
 
 def token_rows(num_rows, *, seed=5):
@@ -96,7 +96,7 @@ def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
         "max_grad_norm": 0.05,
         "gradient_checkpointing": False,
         "parallelism_config": parallelism_config(model),
-        **dict(setup.options),
+        **dict(setup.arguments),
     }
     if is_trl:
         args = SFTConfig(**common, max_length=64)

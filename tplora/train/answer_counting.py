@@ -68,9 +68,12 @@ class CountsAnswersOnce(CountsOnce):
 
     def _gather_own(self: Any, tensor: torch.Tensor, shares: list[int] | None) -> torch.Tensor:
         """Of each data rank: one number, or one for each of its rows."""
-        if shares is None or tensor.ndim == 0:
-            gathered: torch.Tensor = self._gather_ranks(tensor)
+        if self._data is not None and tensor.ndim == 0:
+            # A rank without wanted answers has a float32 zero for them, whatever the others have.
+            gathered: torch.Tensor = self._gather_ranks(tensor.double()).to(tensor.dtype)
             return gathered
+        if shares is None:
+            return self._gather_ranks(tensor)  # type: ignore[no-any-return]
         padded = tensor.new_zeros(max(shares))
         padded[: len(tensor)] = tensor
         pieces = self._data.gather(padded).view(len(shares), -1)

@@ -26,7 +26,7 @@ from tplora.train.answer_counting import CountsAnswersOnce
 from tplora.train.best import KeepsBest
 from tplora.train.counting import CountsOnce
 from tplora.train.optimizers import create_loraplus_optimizer
-from tplora.upstream import TakesTokenizedRows, trl_without_head_check
+from tplora.upstream import TakesTokenizedRows, trl_without_head_check, uploads_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +66,11 @@ class TrainsCutModel:
         parent: Any = super()
         with trl_without_head_check(base), _without_smoothing(kwargs.get("args")) as smoothing:
             parent.__init__(model=model, **kwargs)
+        if uploads_model(self):
+            raise TrainError(
+                "WANDB_LOG_MODEL: would save the model on the first rank alone, and wait for the "
+                "others for ever; unset it, and upload the adapter's folder afterwards"
+            )
         install_fused_head(base, smoothing=smoothing)
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1

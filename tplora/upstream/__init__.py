@@ -50,6 +50,7 @@ from tplora.upstream.trainers import (
     trainer_that_resumes,
     trl_fused_head,
     trl_without_head_check,
+    uploads_model,
 )
 
 __all__ = [
@@ -89,5 +90,6 @@ __all__ = [
     "transform_output",
     "trl_fused_head",
     "trl_without_head_check",
+    "uploads_model",
     "with_all_linear_named",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "trainer_that_resumes",
     "trl_fused_head",
     "trl_without_head_check",
+    "uploads_model",
 ]
 
 
@@ -122,6 +123,15 @@ def trainer_that_resumes(args: TrainingArguments | None) -> Iterator[None]:
         yield
     finally:
         args.save_only_model = False
+
+
+def uploads_model(trainer: Trainer) -> bool:
+    """Whether a tracker saves the model by itself, on one rank, when training ends.
+
+    ``WandbCallback._log_model`` (transformers 5.24), which the environment's WANDB_LOG_MODEL sets.
+    """
+    modes = (getattr(one, "_log_model", None) for one in trainer.callback_handler.callbacks)
+    return any(getattr(mode, "is_enabled", False) for mode in modes)
 
 
 def note_callback_states(trainer: Trainer) -> None:
