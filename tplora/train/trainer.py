@@ -18,6 +18,7 @@ from tplora.errors import TrainError
 from tplora.train.agreement import check_finite, check_rows, check_same_replicas
 from tplora.train.checkpoint import ResumesAtAnySize
 from tplora.train.counting import CountsOnce
+from tplora.train.local_steps import StepsLocally
 from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import trl_without_head_check
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["TploraSFTTrainer"]
 
 
-class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignore[misc]
+class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, StepsLocally, SFTTrainer):  # type: ignore[misc]
     """Trl's supervised fine-tuning, over a tplora model. Its checkpoints resume at any tp_size.
 
     Args:
@@ -62,6 +63,10 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
+        self._unread: list[tuple[int, str, torch.Tensor]] = []
+        # A loss that is not finite stops the run before it is logged: nothing is to be filtered,
+        # and the filter waits for the device at each micro-batch.
+        self.args.logging_nan_inf_filter = False
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's, or LoRA+'s over the same one."""
@@ -82,18 +87,43 @@ class TploraSFTTrainer(ResumesAtAnySize, CountsOnce, SFTTrainer):  # type: ignor
             check_rows(self._prepare_inputs(inputs), self.model, step=step + 1)
             check_same_replicas(self.model, step=step)
         loss: torch.Tensor = super().training_step(model, inputs, *args)
-        self._step_loss = self._step_loss + loss.detach()  # no wait for the device until it steps
+        self._step_loss = self._step_loss + loss.detach()
         if self.accelerator.sync_gradients:
-            of_ranks = self._gather_ranks(self._step_loss)
-            check_finite(float(of_ranks.sum()), what="the loss", step=step + 1)
+            self._unread.append((step + 1, "the loss", self._step_loss))
             self._step_loss = torch.zeros(())
         return loss
 
-    def _clip_grad_norm(self, model: TploraModel) -> Any:
-        norm = super()._clip_grad_norm(model)
-        step = self.state.global_step + 1
-        check_finite(float(norm), what="the gradient norm", step=step)
+    def _get_grad_norm(self, model: TploraModel, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._unread.append((self.state.global_step + 1, "the gradient norm", norm.detach()))
         return norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The trainer's; nothing is logged or saved after a number that is not finite."""
+        control = self.control
+        if (
+            control.should_log
+            or control.should_save
+            or control.should_evaluate
+            or control.should_training_stop
+        ):
+            self._check_numbers()
+            self.settle_metrics()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _check_numbers(self) -> None:
+        """Those of the steps since the last time; the device is waited for here alone.
+
+        Collective over data axes, so that all ranks stop.
+        """
+        if not self._unread:
+            return
+        device = self.args.device
+        numbers = torch.stack([number.double().to(device) for *_, number in self._unread])
+        of_ranks = self._gather_ranks(numbers).view(-1, len(numbers)).sum(0).tolist()
+        for (step, what, _), number in zip(self._unread, of_ranks, strict=True):
+            check_finite(number, what=what, step=step)
+        self._unread.clear()
 
 
 def _check_loss(args: SFTConfig | None) -> None:

@@ -18,7 +18,9 @@ __all__ = [
     "copying_shards",
     "local_shard",
     "placement_of",
+    "placement_spec",
     "queue_after_backward",
+    "with_spec",
 ]
 
 
@@ -31,6 +33,22 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor
+
+
+def placement_spec(tensor: DTensor) -> Any:
+    """Shape, dtype and placement of a DTensor, for ``with_spec``; it holds no numbers."""
+    return tensor._spec
+
+
+def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """``local`` as this rank's piece of a tensor of another's shape and placement.
+
+    ``DTensor.__new__`` and ``DTensor._spec`` (torch 2.11 to 2.14): ``from_local`` is an operation
+    of autograd and costs ten times as much, once per factor and step.
+    """
+    make: Any = DTensor
+    made: DTensor = make(local, spec, requires_grad=False)
+    return made
 
 
 def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
