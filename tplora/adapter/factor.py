@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tplora.errors import ShardError
 from tplora.upstream import local_shard, placement_of
+from tplora.upstream.dtensor import placement_spec, with_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,7 @@ class Factor:
         self.name, self.plan, self.mesh = name, plan, mesh
         self._owner, self._key = owner
         self._leaf: torch.Tensor | None = None
+        self._specs: dict[tuple[bool, torch.dtype], Any] = {}
         self.stash: torch.Tensor | None = None
         """A gradient that was reduced in an earlier backward of this step."""
         self.is_reduced = False
@@ -200,7 +202,12 @@ class Factor:
 
     def publish_grad(self, local: torch.Tensor, *, is_partial: bool) -> None:
         """Make ``local`` the parameter's gradient; it keeps sharing storage with the leaf's."""
-        self.parameter.grad = self._wrap_local(local, is_partial=is_partial)
+        key = is_partial, local.dtype
+        if key in self._specs:
+            self.parameter.grad = with_spec(local, self._specs[key])
+            return
+        wrapped = self._wrap_local(local, is_partial=is_partial)
+        self._specs[key], self.parameter.grad = placement_spec(wrapped), wrapped
 
     def full(self) -> torch.Tensor:
         """The full factor. Collective when it is cut: one all-gather of its bytes."""

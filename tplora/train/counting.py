@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tplora.errors import TrainError
+from tplora.train.pending import PendingNumber, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,8 @@ class CountsOnce:
 
     _last_batch: tuple[torch.Tensor, int] | None = None
     """The labels of the batch with repeats, and how many of its rows are none."""
+    _uncounted_tokens = torch.zeros((), dtype=torch.int64)
+    """This rank's since the last ``settle_metrics``."""
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
         if model.data is not None:
@@ -121,9 +124,9 @@ class CountsOnce:
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Trl's loss and metrics; each data rank is counted once, and no repeat is."""
-        before = int(self._total_train_tokens)
+        before = self._total_train_tokens
         parent: Any = super()
-        with gathering(self.accelerator, self._gather_ranks):
+        with gathering(self.accelerator, self._gather_pending):
             found = parent.compute_loss(model, inputs, *args, **kw)
         self._count_tokens(inputs, before)
         return found
@@ -131,9 +134,32 @@ class CountsOnce:
     def _count_tokens(self: Any, inputs: dict[str, Any], before: int) -> None:
         """What trl would count as often as a tp group has ranks, or divide by that."""
         if self.model.training and "attention_mask" in inputs:
-            own = self._own_mask(inputs).sum()
-            self._total_train_tokens = before + int(self._gather_ranks(own).sum())
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+            self._total_train_tokens = before
+            self._uncounted_tokens = self._uncounted_tokens + self._own_mask(inputs).sum()
+
+    def _gather_pending(self, tensor: torch.Tensor) -> PendingNumber:
+        return PendingNumber(self._gather_ranks(tensor))
+
+    def settle_metrics(self: Any) -> None:
+        """Read what was measured since the last time: before it is logged, saved or evaluated.
+
+        Collective over data axes.
+        """
+        tokens = self._gather_ranks(self._uncounted_tokens.to(self.args.device)).sum()
+        self._total_train_tokens += int(tokens)
+        self._uncounted_tokens = torch.zeros_like(tokens)
+        train = self._metrics["train"]
+        if "num_tokens" in train:
+            train["num_tokens"] = [self._total_train_tokens]
+        for measured in self._metrics.values():
+            for key, found in measured.items():
+                measured[key] = settled(found)
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trl's, which adds what was measured."""
+        self.settle_metrics()
+        parent: Any = super()
+        parent.log(logs, *args, **kwargs)
 
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
         parent: Any = super()

@@ -8,6 +8,7 @@ is not finite.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,12 @@ from tplora.train.agreement import (
 from tplora.train.answer_counting import CountsAnswersOnce
 from tplora.train.best import KeepsBest
 from tplora.train.counting import CountsOnce
+from tplora.train.local_steps import StepsLocally
 from tplora.train.optimizers import create_loraplus_optimizer
 from tplora.upstream import TakesTokenizedRows, trl_without_head_check, uploads_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import TrainingArguments
 
@@ -38,8 +40,18 @@ if TYPE_CHECKING:
 __all__ = ["TploraDPOTrainer", "TploraKTOTrainer", "TploraSFTTrainer", "TrainsCutModel"]
 
 
-class TrainsCutModel:
-    """Put before one of trl's trainers: proofs, the loss on the head's shards, LoRA+.
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A number of a step that stays on the device until it has to be known."""
+
+    step: int
+    number: torch.Tensor
+    of_factors: Mapping[str, torch.Tensor] | None = None
+    """Of a gradient norm: that of each factor's piece, before clipping."""
+
+
+class TrainsCutModel(StepsLocally):
+    """Put before one of trl's trainers: proofs, the loss on the head's shards, local steps, LoRA+.
 
     Args:
         model: What ``attach_adapter`` returned.
@@ -75,6 +87,10 @@ class TrainsCutModel:
         self._check_every_steps = check_every_steps
         self._last_checked_step = -1
         self._step_loss = torch.zeros(())
+        self._unread: list[_Unread] = []
+        # A loss that is not finite stops the run before it is logged: nothing is to be filtered,
+        # and the filter waits for the device at each micro-batch.
+        self.args.logging_nan_inf_filter = False
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The trainer's, or LoRA+'s over the same one."""
@@ -99,20 +115,54 @@ class TrainsCutModel:
             check_same_replicas(self.model, step=step)
         parent: Any = super()
         loss: torch.Tensor = parent.training_step(model, inputs, *args)
-        self._step_loss = self._step_loss + loss.detach()  # no wait for the device until it steps
+        self._step_loss = self._step_loss + loss.detach()
         if self.accelerator.sync_gradients:
-            of_ranks = self._gather_ranks(self._step_loss)
-            check_finite(float(of_ranks.sum()), what="the loss", step=step + 1)
+            self._unread.append(_Unread(step + 1, self._step_loss))
             self._step_loss = torch.zeros(())
         return loss
 
     def _clip_grad_norm(self: Any, model: TploraModel) -> Any:
-        before = gradient_norms(self.model)
+        self._norms_before = gradient_norms(self.model)  # clipping makes all of them alike
         parent: Any = super()
-        norm = parent._clip_grad_norm(model)
-        step = self.state.global_step + 1
-        check_gradient_norm(float(norm), before, self.model, step=step)
+        return parent._clip_grad_norm(model)
+
+    def _get_grad_norm(self: Any, model: TploraModel, grad_norm: Any = None) -> Any:
+        before = gradient_norms(self.model) if grad_norm is None else self._norms_before
+        parent: Any = super()
+        norm = parent._get_grad_norm(model, grad_norm)
+        self._unread.append(_Unread(self.state.global_step + 1, norm.detach(), before))
         return norm
+
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        """The trainer's; nothing is logged or saved after a number that is not finite."""
+        control = self.control
+        if (
+            control.should_log
+            or control.should_save
+            or control.should_evaluate
+            or control.should_training_stop
+        ):
+            self._check_numbers()
+            self.settle_metrics()
+        parent: Any = super()
+        parent._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _check_numbers(self: Any) -> None:
+        """Those of the steps since the last time; the device is waited for here alone.
+
+        Collective over data axes, so that all ranks stop.
+        """
+        if not self._unread:
+            return
+        device = self.args.device
+        numbers = torch.stack([one.number.double().to(device) for one in self._unread])
+        of_ranks = self._gather_ranks(numbers).view(-1, len(numbers)).sum(0).tolist()
+        for one, number in zip(self._unread, of_ranks, strict=True):
+            if one.of_factors is None:
+                check_finite(number, what="the loss", step=one.step)
+            else:
+                check_gradient_norm(number, one.of_factors, self.model, step=one.step)
+        self._unread.clear()
 
 
 class TploraSFTTrainer(TrainsCutModel, KeepsBest, CountsOnce, SFTTrainer):  # type: ignore[misc]

@@ -19,7 +19,9 @@ __all__ = [
     "local_shard",
     "norms_of",
     "placement_of",
+    "placement_spec",
     "queue_after_backward",
+    "with_spec",
 ]
 
 
@@ -40,6 +42,22 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     ``torch._foreach_norm`` (torch 2.11 to 2.14), as torch's own clipping has it.
     """
     return list(torch._foreach_norm(tensors)) if tensors else []
+
+
+def placement_spec(tensor: DTensor) -> Any:
+    """Shape, dtype and placement of a DTensor, for ``with_spec``; it holds no numbers."""
+    return tensor._spec
+
+
+def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """``local`` as this rank's piece of a tensor of another's shape and placement.
+
+    ``DTensor.__new__`` and ``DTensor._spec`` (torch 2.11 to 2.14): ``from_local`` is an operation
+    of autograd and costs ten times as much, once per factor and step.
+    """
+    make: Any = DTensor
+    made: DTensor = make(local, spec, requires_grad=False)
+    return made
 
 
 def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
