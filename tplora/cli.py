@@ -116,16 +116,28 @@ def finetune(
 
 
 @app.command()
-def plan(recipe: RecipePath, set_: Overrides = None) -> None:
-    """Show how a recipe's model and adapter will be cut.
+def plan(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Say what fits a GPU of that size, such as 80GiB: the fewest processes, and the "
+            "most rows of a micro-batch.",
+        ),
+    ] = None,
+) -> None:
+    """Show how a recipe's model and adapter will be cut, and what a step takes.
 
-    Needs no weights, no processes and no GPU.
+    Memory and bytes are those of a step that is run through without weights. Needs no processes
+    and no GPU.
     """
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import planned_axes, show_plan
+    from tplora.terminal.steps import planned_axes, show_prediction
 
     asked = read_recipe(recipe, set_ or [])
-    show_plan(asked, axes=planned_axes(asked))
+    show_prediction(asked, axes=planned_axes(asked), gpu_memory=gpu_memory)
 
 
 @app.command()

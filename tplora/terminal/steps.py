@@ -17,6 +17,7 @@ __all__ = [
     "planned_axes",
     "prepare_rank",
     "show_plan",
+    "show_prediction",
     "start_ranks",
     "train",
 ]
@@ -126,6 +127,37 @@ def show_plan(recipe: Recipe, *, axes: Axes) -> None:
 
     plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
     show(render_plan(plan, axes))
+
+
+def show_prediction(recipe: Recipe, *, axes: Axes, gpu_memory: str | None) -> None:
+    """Make a recipe's plan and show it, with what a step will take and say.
+
+    A plan that cannot be run through is shown all the same, with the reason.
+    """
+    from tplora.errors import PlanError
+    from tplora.plan.report import render_plan
+    from tplora.plan.size import parse_size
+    from tplora.plan.step_report import step_facts
+    from tplora.run.fit import find_fit
+    from tplora.run.predict import num_micro_batches, predict_step
+    from tplora.run.preflight import plan_recipe
+
+    memory = None if gpu_memory is None else parse_size(gpu_memory, where="--gpu-memory")
+    plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
+    try:
+        cost = predict_step(recipe, plan)
+        facts = step_facts(plan, axes, cost, num_micro_batches=num_micro_batches(recipe))
+        if memory is not None:
+            facts += find_fit(recipe, axes, memory, progress=_say_aside).facts()
+    except PlanError as error:
+        if memory is not None:
+            raise
+        facts = [("memory per rank", f"not predicted: {error}")]
+    show(render_plan(plan, axes, facts))
+
+
+def _say_aside(message: str) -> None:
+    say(message, style="dim", is_error=True)
 
 
 def planned_axes(recipe: Recipe) -> Axes:
