@@ -141,6 +141,32 @@ def plan(
 
 
 @app.command()
+def bench(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the clock runs.")] = 3,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there, too.")
+    ] = None,
+) -> None:
+    """Time a recipe's own training steps; nothing of it is kept.
+
+    Starts as many processes as a run of the recipe would.
+    """
+    from tplora.recipe.check import read_recipe
+    from tplora.terminal.steps import bench_from_here
+
+    bench_from_here(
+        read_recipe(recipe, set_ or []),
+        overrides=set_ or [],
+        steps=steps,
+        warmup=warmup,
+        file=json_,
+    )
+
+
+@app.command()
 def check(recipe: RecipePath, set_: Overrides = None) -> None:
     """Check what can be known before training: recipe, rows, plan."""
     from tplora.recipe.check import read_recipe

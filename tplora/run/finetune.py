@@ -13,32 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from transformers import PrinterCallback
-from trl import SFTConfig
 
-from tplora.adapter.attach import attach_adapter
-from tplora.adapter.load import load_factors
 from tplora.adapter.save import save_adapter
 from tplora.artifact.merge import merge_adapter
 from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.probe import choose_probe_rows, record_probe
 from tplora.artifact.verify import VerifyReport, verify_adapter
-from tplora.base.load import check_shards, load_base
-from tplora.base.resize import resize_tokens
 from tplora.base.source import ModelSource, resolve_model
 from tplora.errors import ArtifactError, TploraError
 from tplora.files import write_text_aside
 from tplora.mesh import Processes, current_processes, join_process_group, leave_process_group
 from tplora.plan.axes import fill_world
-from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.run.card import card_facts
 from tplora.run.folder import PROBE, drop_the_end
+from tplora.run.loading import load_model, training_arguments
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.summary import RunSummary
-from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
+from tplora.run.vocabulary import load_tokenizer
 from tplora.train.metrics import MetricsCallback, read_metrics
-from tplora.train.parallelism import parallelism_config
 from tplora.train.picture import draw_loss
 from tplora.train.preview import preview
 from tplora.train.progress import TrainingProgress
@@ -132,8 +126,8 @@ def _train(
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
-    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source))
-    args = _training_arguments(recipe, model, stage, device)
+    model = load_model(recipe, source, plan, device)
+    args = training_arguments(recipe, model, stage.folder, device, resume=stage.resume)
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TploraSFTTrainer(
         model=model,
@@ -181,62 +175,6 @@ def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase)
 def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
     """Rows that were not trained on, where there are any."""
     return (rows.get("data.eval") or rows["data.train"]).dataset
-
-
-def _load(
-    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
-) -> TploraModel:
-    sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
-    options = _loading(recipe, source) | sizes
-    base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
-    seed: int = recipe.train.get("seed", SFTConfig.seed)
-    if setup.num_tokens is not None:
-        resize_tokens(base, setup.num_tokens, seed=seed)
-    check_shards(base, plan)
-    lora = setup.lora
-    lora.base_model_name_or_path = source.name
-    lora.revision = None if source.is_local else recipe.model.revision
-    model = attach_adapter(
-        base,
-        lora,
-        seed=seed,
-        plan=plan,
-        autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
-    )
-    start = recipe.lora.get("adapter_name_or_path")
-    if start is not None:
-        load_factors(model, started_from(start))
-    return model
-
-
-def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that the recipe gives and the source has not settled."""
-    names = ["dtype", "trust_remote_code", "attn_implementation", "subfolder"]
-    if not source.is_local:
-        names += ["revision", "cache_dir", "local_files_only"]
-    given = recipe.model.model_dump(include=set(names), exclude_none=True)
-    quantization = build_quantization_config(recipe.quantization)
-    return given if quantization is None else given | {"quantization_config": quantization}
-
-
-def _training_arguments(
-    recipe: Recipe, model: TploraModel, stage: _Stage, device: torch.device
-) -> SFTConfig:
-    # What was evaluated before the first step is not evaluated before a later one.
-    settings = (
-        {"report_to": "none"} | recipe.train | ({"eval_on_start": False} if stage.resume else {})
-    )
-    return SFTConfig(
-        **settings,
-        output_dir=str(stage.folder),
-        parallelism_config=parallelism_config(model),
-        use_cpu=device.type == "cpu",
-        disable_tqdm=True,
-        log_level="error",
-        dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding",
-        logging_nan_inf_filter=False,
-    )
 
 
 def _save(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tplora.recipe.schema import Recipe
 
 __all__ = [
+    "bench_from_here",
     "finetune_from_here",
     "planned_axes",
     "prepare_rank",
@@ -43,6 +44,33 @@ def finetune_from_here(
     for override in overrides:
         argv += ["--set", override]
     start_ranks(argv, num_processes, log_folder=folder / LOGS)
+
+
+def bench_from_here(
+    recipe: Recipe, *, overrides: list[str], steps: int, warmup: int, file: Path | None
+) -> None:
+    """Time a recipe's steps: here if this is a rank, or one process is all there is."""
+    from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.mesh import current_processes
+    from tplora.plan.axes import fill_world
+    from tplora.run.preflight import plan_recipe
+
+    if not current_processes().is_launched:
+        num_processes = default_num_processes(recipe.parallel, num_gpus=count_gpus())
+        axes = fill_world(num_processes, recipe.parallel)
+        plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
+        if num_processes > 1:
+            argv = ["bench", str(recipe.path), "--steps", str(steps), "--warmup", str(warmup)]
+            argv += [] if file is None else ["--json", str(file)]
+            for override in overrides:
+                argv += ["--set", override]
+            start_ranks(argv, num_processes, log_folder=None)
+            return
+    from tplora.bench.run import run_bench
+
+    result = run_bench(recipe, num_warmup=warmup, num_timed=steps, file=file)
+    if result is not None:
+        show_table(result.rows())
 
 
 def prepare_rank(
