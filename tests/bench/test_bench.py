@@ -42,6 +42,7 @@ def test_a_recipe_is_timed_and_nothing_of_it_is_kept(place):
     assert set(after) - set(before) == {"bench.toml", "found.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_one_process_has_no_collectives_and_the_same_tokens(place):
     (place / "bench.toml").write_text(RECIPE)
