@@ -154,16 +154,54 @@ def finetune(
 
 
 @app.command()
-def plan(recipe: RecipePath, set_: Overrides = None) -> None:
-    """Show how a recipe's model and adapter will be cut.
+def plan(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Say what fits a GPU of that size, such as 80GiB: the fewest processes, and the "
+            "most rows of a micro-batch.",
+        ),
+    ] = None,
+) -> None:
+    """Show how a recipe's model and adapter will be cut, and what a step takes.
 
-    Needs no weights, no processes and no GPU.
+    Memory and bytes are those of a step that is run through without weights. Needs no processes
+    and no GPU.
     """
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import planned_axes, show_plan
+    from tplora.terminal.steps import planned_axes, show_prediction
 
     asked = read_recipe(recipe, set_ or [])
-    show_plan(asked, axes=planned_axes(asked))
+    show_prediction(asked, axes=planned_axes(asked), gpu_memory=gpu_memory)
+
+
+@app.command()
+def bench(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the clock runs.")] = 3,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there, too.")
+    ] = None,
+) -> None:
+    """Time a recipe's own training steps; nothing of it is kept.
+
+    Starts as many processes as a run of the recipe would.
+    """
+    from tplora.recipe.check import read_recipe
+    from tplora.terminal.steps import bench_from_here
+
+    bench_from_here(
+        read_recipe(recipe, set_ or []),
+        overrides=set_ or [],
+        steps=steps,
+        warmup=warmup,
+        file=json_,
+    )
 
 
 @app.command()

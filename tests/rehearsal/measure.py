@@ -35,7 +35,7 @@ class RealStep:
     """Steps of a loaded model with trl's loss and AdamW, on this rank."""
 
     def __init__(self, path, lora, batch: Batch, *, dtype=torch.float32, **loading) -> None:
-        base = load_base(path, tp_size=world_size(), dtype=dtype, **loading)
+        base = load_base(path, **{"tp_size": world_size(), "dtype": dtype} | loading)
         self.model = attach_adapter(base, lora).train()
         add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         install_fused_head(base)
@@ -63,8 +63,8 @@ class RealStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def said(self) -> dict[str, tuple[Traffic, ...]]:
-        """Collectives of a step, as ``StepCost`` has them."""
+    def calls(self) -> tuple[list[tuple[str, int]], ...]:
+        """Collectives of forward, of backward, and of the end of the step, in order."""
         with Recorded() as forward:
             loss = self.forward()
         before = 0 if self.model.sync is None else self.model.sync.num_buckets
@@ -73,11 +73,12 @@ class RealStep:
         self.optimizer.zero_grad()
         buckets = 0 if self.model.sync is None else self.model.sync.num_buckets - before
         split = len(backward.calls) - buckets
-        return {
-            "forward": Traffic.of(forward.calls),
-            "backward": Traffic.of(backward.calls[:split]),
-            "bucket": Traffic.of(backward.calls[split:]),
-        }
+        return forward.calls, backward.calls[:split], backward.calls[split:]
+
+    def said(self) -> dict[str, tuple[Traffic, ...]]:
+        """Collectives of a step, as ``StepCost`` has them."""
+        names = ("forward", "backward", "bucket")
+        return {name: Traffic.of(calls) for name, calls in zip(names, self.calls(), strict=True)}
 
     def resident(self) -> int:
         state = [t for s in self.optimizer.state.values() for t in s.values() if t.ndim]

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-def write_model(name: str, folder: Path) -> str:
+def write_model(name: str, folder: Path, **changes) -> str:
     settings = {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -41,6 +41,7 @@ def write_model(name: str, folder: Path) -> str:
         "tie_word_embeddings": False,
         "pad_token_id": None,
         **SETTINGS[name],
+        **changes,
     }
     config = AutoConfig.for_model(name, **settings, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):

@@ -65,7 +65,7 @@ def _watched(path, folder, setup):
     return dict(watch.on_dtensors), dict(watch.read_by)
 
 
-SETUP = Setup(max_steps=4, logging_steps=4, options=(("optim", "adamw_torch_fused"),))
+SETUP = Setup(max_steps=4, logging_steps=4, arguments=(("optim", "adamw_torch_fused"),))
 
 
 def test_steps_of_our_trainer_work_on_plain_tensors_and_wait_for_nothing(

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from tplora.plan.build import Plan
     from tplora.plan.facts import ModuleFacts, ParameterFacts
 
-__all__ = ["CollectiveCount", "base_bytes", "count_collectives", "factor_bytes", "loading_bytes"]
+__all__ = [
+    "CollectiveCount",
+    "base_bytes",
+    "count_collectives",
+    "factor_bytes",
+    "loading_bytes",
+    "shard_shape_of",
+]
 
 _WHOLE = Style(weight_shard_dim=None)
 _UNCOUNTED = AROUND_EXPERTS | {"mla_kv_a_proj"}
@@ -172,3 +179,8 @@ def _backward_collectives(styles: list[tuple[ModuleFacts, Style]], adapted: set[
     ]
     splits = sum(style.splits_input for _, style in styles)
     return int(any(readers)) + readers.count(False) + splits
+
+
+def shard_shape_of(plan: Plan, parameter: ParameterFacts, tp_rank: int) -> tuple[int, ...]:
+    """The shape of the base's parameter on ``tp_rank``."""
+    return _tensor_plan(parameter).shard_shape(tp_rank, plan.tp_size)

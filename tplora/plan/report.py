@@ -13,9 +13,10 @@ from rich.table import Table
 from tplora.plan.axes_cost import axes_facts
 from tplora.plan.cost import base_bytes, count_collectives, factor_bytes, loading_bytes
 from tplora.plan.coverage import count_coverage, say_missed_experts
+from tplora.plan.size import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tplora.plan.axes import Axes
     from tplora.plan.build import Plan
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
     from tplora.plan.style import TensorPlan
     from tplora.plan.trained import TrainedPlan
 
-__all__ = ["common_prefix", "plan_text", "render_plan", "say_bytes"]
+__all__ = ["common_prefix", "plan_text", "render_plan"]
 
 _WIDTH = 100
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def render_plan(plan: Plan, axes: Axes | None = None) -> RenderableType:
+def render_plan(
+    plan: Plan, axes: Axes | None = None, predicted: Sequence[tuple[str, str]] = ()
+) -> RenderableType:
     """The plan for a terminal: one row per kind of layer, then sizes and collectives.
 
     A cut dim is written ``576/3``: 576 in full, a third of it on each rank. Data axes, if there are
-    any, are said below.
+    any, are said below, and what was predicted of a step after them.
     """
     groups, trained = _grouped(plan.layers), _grouped_trained(plan.trained)
     names = [*groups, *trained]
@@ -72,7 +75,7 @@ def render_plan(plan: Plan, axes: Axes | None = None) -> RenderableType:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for name, value in [*_facts(plan), *(axes_facts(plan, axes) if axes else ())]:
+    for name, value in [*_facts(plan), *(axes_facts(plan, axes) if axes else ()), *predicted]:
         facts.add_row(name, value)
     return Group(table, _coverage(plan), facts)
 
@@ -166,9 +169,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "bytes per rank",
-            f"base {say_bytes(base)} ({_base_dtype(plan)}), factors {say_bytes(factors)}, their "
-            f"gradients {say_bytes(trained)}, AdamW state {say_bytes(2 * trained)}; activations "
-            "come on top",
+            f"base {format_size(base)} ({_base_dtype(plan)}), factors {format_size(factors)}, "
+            f"their gradients {format_size(trained)}, AdamW state {format_size(2 * trained)}; "
+            "activations come on top",
         ),
     ]
     missed = say_missed_experts(plan)
@@ -178,8 +181,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "collectives per step",
-                "not counted for this kind of model; the adapter adds none to the base's but one "
-                "bucket of partial gradients per optimizer step"
+                "not counted from the plan of this kind of model (`tplora plan` runs a step "
+                "through without weights); the adapter adds none to the base's but one bucket of "
+                "partial gradients per optimizer step"
                 if count is None
                 else f"forward {count.forward}, backward {count.backward}, and {count.bucket} "
                 "bucket of partial gradients per optimizer step; the adapter adds none to the "
@@ -196,14 +200,5 @@ def _base_dtype(plan: Plan) -> str:
     most = loading_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
     return (
         f"{plan.quantization} in {len(plan.quantization.names)} linear layers, the rest in "
-        f"{plan.base_dtype}; {say_bytes(most)} more while it loads"
+        f"{plan.base_dtype}; {format_size(most)} more while it loads"
     )
-
-
-def say_bytes(num_bytes: float) -> str:
-    """A size as a person reads it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

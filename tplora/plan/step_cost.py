@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tplora.plan.build import Plan
 
-__all__ = ["Batch", "StepCost", "Traffic", "format_size", "resident_bytes"]
+__all__ = ["Batch", "StepCost", "Traffic", "resident_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +87,12 @@ class StepCost:
         return self.resident + max(self.working, self.gradients)
 
 
-def resident_bytes(plan: Plan, *, fsdp_size: int = 1) -> dict[str, int]:
+def resident_bytes(plan: Plan) -> dict[str, int]:
     """What a rank holds from step to step, and its gradients, by the names of ``StepCost``."""
     trained = factor_bytes(plan, 0, only_trained=True)
-    weights = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
     return {
-        "weights": -(-weights // fsdp_size),
+        "weights": base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes),
         "factors": factor_bytes(plan, 0),
         "gradients": trained,
         "optimizer": 2 * trained,
     }
-
-
-def format_size(num_bytes: float) -> str:
-    """Bytes for a person: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

@@ -9,15 +9,10 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PrinterCallback, TrainingArguments
+from transformers import PrinterCallback
 
-from tplora.adapter.attach import attach_adapter
-from tplora.adapter.load import load_factors
-from tplora.adapter.loftq import replace_lora_weights_loftq
 from tplora.adapter.save import gather_factors, raise_everywhere, write_adapter
 from tplora.artifact.probe import choose_probe_rows, record_probe
-from tplora.base.load import check_shards, load_base
-from tplora.base.resize import resize_tokens
 from tplora.base.source import ModelSource, resolve_model
 from tplora.files import write_text_aside, written_aside
 from tplora.mesh import (
@@ -28,7 +23,6 @@ from tplora.mesh import (
     num_restarts,
 )
 from tplora.plan.axes import fill_world
-from tplora.plan.lora import started_from
 from tplora.plan.quantization import build_quantization_config
 from tplora.plan.report import plan_text
 from tplora.run.base import Base
@@ -36,11 +30,12 @@ from tplora.run.begin import check_shared_folder, find_start
 from tplora.run.card import card_details, card_facts, license_of
 from tplora.run.finish import finish
 from tplora.run.folder import PROBE, drop_the_end
+from tplora.run.loading import load_model
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.stage import Stage
 from tplora.run.start import Start
 from tplora.run.training import stopping_callbacks, training_arguments
-from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
+from tplora.run.vocabulary import load_tokenizer
 from tplora.train.kinds import TRAINERS, prepare_rows, sequence_of
 from tplora.train.metrics import MetricsCallback, read_metrics
 from tplora.train.picture import draw_loss
@@ -135,10 +130,9 @@ def _train(
     for tokenized in rows.values():
         stage.say(tokenized.summary())
     stage.say("one row, with what is trained on in brackets:\n" + _preview(rows, tokenizer))
-    model = _load(recipe, source, plan, device, set_up_adapter(recipe, source))
-    args = training_arguments(
-        recipe, model, stage.folder, device, resume=stage.checkpoint is not None
-    )
+    model = load_model(recipe, source, plan, device)
+    resume = stage.checkpoint is not None
+    args = training_arguments(recipe, model, stage.folder, device, resume=resume)
     method = recipe.method
     ready = {key: prepare_rows(method, found.dataset, args) for key, found in rows.items()}
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
@@ -179,43 +173,6 @@ def _preview(rows: dict[str, TokenizedRows], tokenizer: PreTrainedTokenizerBase)
 def _probe_rows(rows: dict[str, TokenizedRows]) -> Any:
     """Rows that were not trained on, where there are any."""
     return (rows.get("data.eval") or rows["data.train"]).dataset
-
-
-def _load(
-    recipe: Recipe, source: ModelSource, plan: Plan, device: torch.device, setup: AdapterSetup
-) -> TploraModel:
-    sizes = recipe.parallel.model_dump(include={"fsdp_size", "dp_replicate_size"})
-    options = _loading(recipe, source) | sizes
-    base = load_base(source.path, tp_size=plan.tp_size, device=device, **options)
-    seed: int = recipe.train.get("seed", TrainingArguments.seed)
-    if setup.num_tokens is not None:
-        resize_tokens(base, setup.num_tokens, seed=seed)
-    check_shards(base, plan)
-    lora = setup.lora
-    lora.base_model_name_or_path = source.name
-    lora.revision = None if source.is_local else recipe.model.revision
-    model = attach_adapter(
-        base,
-        lora,
-        seed=seed,
-        plan=plan,
-        autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
-    )
-    if (start := recipe.lora.get("adapter_name_or_path")) is not None:
-        load_factors(model, started_from(start))
-    if recipe.lora.get("loftq"):
-        replace_lora_weights_loftq(model, source.path)
-    return model
-
-
-def _loading(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that the recipe gives and the source has not settled."""
-    names = ["dtype", "trust_remote_code", "attn_implementation", "subfolder"]
-    if not source.is_local:
-        names += ["revision", "cache_dir", "local_files_only"]
-    given = recipe.model.model_dump(include=set(names), exclude_none=True)
-    quantization = build_quantization_config(recipe.quantization)
-    return given if quantization is None else given | {"quantization_config": quantization}
 
 
 def _save(

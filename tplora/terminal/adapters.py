@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tplora.artifact.inspection import kind_of
-from tplora.plan.report import common_prefix, say_bytes
+from tplora.plan.report import common_prefix
+from tplora.plan.size import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ def inspection_tables(found: Inspection, *, by_layer: bool = False) -> Renderabl
     facts = [
         ("folder", found.folder),
         ("base", found.base or "not named"),
-        ("file", f"{found.file}, {say_bytes(found.num_bytes)}, {', '.join(found.dtypes)}"),
+        ("file", f"{found.file}, {format_size(found.num_bytes)}, {', '.join(found.dtypes)}"),
         ("saved by peft", found.peft_version or "not said"),
         ("parameters", f"{found.num_parameters:,}"),
         *([("coverage", _coverage(found))] if found.coverage else []),

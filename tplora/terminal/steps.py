@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from tplora.run.start import Start
 
 __all__ = [
+    "bench_from_here",
     "finetune_from_here",
     "finetune_in_rank",
     "planned_axes",
     "prepare_rank",
     "show_plan",
+    "show_prediction",
     "start_ranks",
     "train",
 ]
@@ -104,6 +106,33 @@ def _agreeing(nodes: Nodes, recipe: Recipe) -> Nodes:
     model = {k: v for k, v in tables["model"].items() if k != "pretrained_model_name_or_path"}
     told = crc32(repr([model, tables["parallel"], tables["lora"], tables["train"]]).encode())
     return replace(nodes, agreed=f" and a recipe whose sum is {told:08x}")
+
+
+def bench_from_here(
+    recipe: Recipe, *, overrides: list[str], steps: int, warmup: int, file: Path | None
+) -> None:
+    """Time a recipe's steps: here if this is a rank, or one process is all there is."""
+    from tplora.launch.launcher import count_gpus, default_num_processes
+    from tplora.mesh import current_processes
+    from tplora.plan.axes import fill_world
+    from tplora.run.preflight import plan_recipe
+
+    if not current_processes().is_launched:
+        num_processes = default_num_processes(recipe.parallel, num_gpus=count_gpus())
+        axes = fill_world(num_processes, recipe.parallel)
+        plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
+        if num_processes > 1:
+            argv = ["bench", str(recipe.path), "--steps", str(steps), "--warmup", str(warmup)]
+            argv += [] if file is None else ["--json", str(file)]
+            for override in overrides:
+                argv += ["--set", override]
+            start_ranks(argv, num_processes, log_folder=None)
+            return
+    from tplora.bench.run import run_bench
+
+    result = run_bench(recipe, num_warmup=warmup, num_timed=steps, file=file)
+    if result is not None:
+        show_table(result.rows())
 
 
 def prepare_rank(recipe: Recipe, folder: Path, *, rank: int, axes: Axes, start: Start) -> bool:
@@ -235,6 +264,37 @@ def show_plan(recipe: Recipe, *, axes: Axes) -> None:
 
     plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
     show(render_plan(plan, axes))
+
+
+def show_prediction(recipe: Recipe, *, axes: Axes, gpu_memory: str | None) -> None:
+    """Make a recipe's plan and show it, with what a step will take and say.
+
+    A plan that cannot be run through is shown all the same, with the reason.
+    """
+    from tplora.errors import PlanError
+    from tplora.plan.report import render_plan
+    from tplora.plan.size import parse_size
+    from tplora.plan.step_report import step_facts
+    from tplora.run.fit import find_fit
+    from tplora.run.predict import num_micro_batches, predict_step
+    from tplora.run.preflight import plan_recipe
+
+    memory = None if gpu_memory is None else parse_size(gpu_memory, where="--gpu-memory")
+    plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
+    try:
+        cost = predict_step(recipe, plan)
+        facts = step_facts(plan, axes, cost, num_micro_batches=num_micro_batches(recipe))
+        if memory is not None:
+            facts += find_fit(recipe, axes, memory, progress=_say_aside).facts()
+    except PlanError as error:
+        if memory is not None:
+            raise
+        facts = [("memory per rank", f"not predicted: {error}")]
+    show(render_plan(plan, axes, facts))
+
+
+def _say_aside(message: str) -> None:
+    say(message, style="dim", is_error=True)
 
 
 def planned_axes(recipe: Recipe) -> Axes:

@@ -23,7 +23,7 @@ from tplora.errors import ArtifactError, TrainError
 from tplora.files import write_text_aside
 from tplora.train.progress import TrainingProgress
 
-__all__ = ["MetricsCallback", "read_metrics"]
+__all__ = ["MetricsCallback", "peak_memory", "read_metrics"]
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -142,7 +142,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers sh
         if "loss" in logs:
             record |= {name: logs[name] for name in _TRAINED if name in logs}
             record |= {name: logs[name] for name in logs if name.startswith("rewards/")}
-            record |= {"tokens_per_s": self._tokens_per_s(state), "peak_bytes": _peak_bytes()}
+            record |= {"tokens_per_s": self._tokens_per_s(state), "peak_bytes": peak_memory()}
         record |= {name: value for name, value in logs.items() if _is_evaluated(name)}
         if len(record) == 1:
             return  # the totals at the end of training
@@ -228,7 +228,8 @@ def _keep_up_to(path: Path, step: int) -> None:
     write_text_aside(path, text, overwrite=True)
 
 
-def _peak_bytes() -> int:
+def peak_memory() -> int:
+    """The most that this process took: what torch allocated on the GPU, else what was resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

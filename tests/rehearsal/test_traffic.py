@@ -1,0 +1,92 @@
+"""Bytes and collectives of a step on each axis, over 1 to 4 processes: predicted is measured."""
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from tests.rehearsal.measure import RealStep
+from tests.rehearsal.models import lora, write_model
+from tplora.plan.axes import Axes
+from tplora.plan.axes_cost import bucket_bytes
+from tplora.plan.build import build_plan
+from tplora.plan.step_cost import Batch
+from tplora.plan.step_report import peak_bytes, step_facts
+from tplora.plan.traffic import gathered_bytes, step_traffic
+from tplora.rehearsal.step import rehearse
+
+pytestmark = pytest.mark.world
+
+BATCH = Batch(rows=2, length=24, is_checkpointed=False)
+MESHES = (
+    Axes(tp_size=1),
+    Axes(tp_size=2),
+    Axes(tp_size=1, fsdp_size=2),
+    Axes(tp_size=1, dp_replicate_size=2),
+    Axes(tp_size=1, fsdp_size=3),
+    Axes(tp_size=4),
+    Axes(tp_size=2, fsdp_size=2),
+    Axes(tp_size=2, dp_replicate_size=2),
+    Axes(tp_size=1, fsdp_size=2, dp_replicate_size=2),
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_model("llama", tmp_path_factory.mktemp("traffic") / "llama")
+
+
+def _measured(path, axes):
+    """Count and bytes of each axis on this rank, gathered weights in full."""
+    sizes = {"fsdp_size": axes.fsdp_size, "dp_replicate_size": axes.dp_replicate_size}
+    real = RealStep(path, lora(), BATCH, tp_size=axes.tp_size, **sizes)
+    forward, backward, bucket = real.calls()
+    gathers = [n for kind, n in (*forward, *backward) if "base" in kind]
+    activations = [[n for kind, n in part if "base" not in kind] for part in (forward, backward)]
+    return {
+        "forward": (len(activations[0]), sum(activations[0])),
+        "backward": (len(activations[1]), sum(activations[1])),
+        "buckets": sorted(n for _, n in bucket),
+        "base": (len(gathers), axes.fsdp_size * sum(gathers)),
+    }
+
+
+def _predicted(path, axes):
+    config = AutoConfig.from_pretrained(path)
+    plan = build_plan(config, lora(), tp_size=axes.tp_size)
+    return plan, rehearse(plan, config, lora(), BATCH)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_each_axis_carries_what_was_predicted(world_of, path, axes):
+    plan, cost = _predicted(path, axes)
+    found = world_of(axes.world_size).run(_measured, path, axes)[0]
+    traffic = step_traffic(plan, axes, cost, num_micro_batches=1)
+    said = {one.what: (one.count, one.num_bytes) for one in traffic}
+    for what in ("forward", "backward"):
+        assert said.get(what, (0, 0)) == found[what]
+    buckets = sorted(one.num_bytes for one in traffic if one.what == "gradients of factors")
+    assert buckets == found["buckets"] == sorted(bucket_bytes(plan, axes).values())
+    if axes.fsdp_size > 1:
+        assert said["the base"] == found["base"]
+    assert not dist.is_initialized()
+
+
+def test_the_table_of_eight_by_eight_gpus_is_printed_from_the_plan(path):
+    axes = Axes(tp_size=4, fsdp_size=16)
+    plan, cost = _predicted(path, axes)
+    facts = dict(step_facts(plan, axes, cost, num_micro_batches=3))
+    assert "the base" in facts["bytes and collectives"]
+    assert "over the fsdp axis" in facts["bytes and collectives"]
+    assert "of it gathered" in facts["memory per rank"]
+    three = step_traffic(plan, axes, cost, num_micro_batches=3)
+    one = step_traffic(plan, axes, cost, num_micro_batches=1)
+    ratios = {a.what: a.num_bytes / b.num_bytes for a, b in zip(three, one, strict=True)}
+    assert ratios == {"forward": 3, "backward": 3, "gradients of factors": 1, "the base": 3}
+
+
+def test_sharing_the_base_out_lowers_the_peak_by_what_is_not_gathered(path):
+    plan, cost = _predicted(path, Axes(tp_size=1))
+    alone, shared = (peak_bytes(plan, Axes(tp_size=1, fsdp_size=n), cost) for n in (1, 64))
+    assert cost.peak - cost.weights < shared < alone + cost.weights
+    assert alone == cost.peak
+    assert gathered_bytes(plan, 64) > cost.weights
