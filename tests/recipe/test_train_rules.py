@@ -89,7 +89,7 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ("bf16 = true", 'model.dtype = "bfloat16"'),
         ('deepspeed = "ds.json"', "the mesh is built from [parallel]"),
         ('fsdp = "full_shard"', "the mesh is built from [parallel]"),
-        ("push_to_hub = true", "upload its adapter folder afterwards"),
+        ("push_to_hub = true", "set export.push_to_hub"),
         ('resume_from_checkpoint = "x"', "tplora finetune RECIPE --resume"),
         ("torch_compile = true", "is not checked"),
         ("model_init_kwargs = { a = 1 }", "move them there"),

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trl import SFTConfig
 
 from tplora.base.source import resolve_model
+from tplora.errors import PlanError
 from tplora.plan.step_cost import Batch, StepCost
+from tplora.recipe.methods import DEFAULT_METHOD
 from tplora.rehearsal.step import rehearse
 from tplora.run.vocabulary import set_up_adapter
 
@@ -43,8 +45,15 @@ def predict_step(recipe: Recipe, plan: Plan, *, rows: int | None = None) -> Step
         rows: Of a micro-batch; the recipe's when left out.
 
     Raises:
-        PlanError: If the model's code needs values.
+        PlanError: If the model's code needs values, or the step is another than that of "sft".
     """
+    if recipe.method != DEFAULT_METHOD:
+        raise PlanError(
+            [
+                f'train.method = "{recipe.method}": its step runs the model more than once, and '
+                f'only that of "{DEFAULT_METHOD}" is run through; measure it with tplora bench'
+            ]
+        )
     setup = set_up_adapter(recipe, resolve_model(recipe.model, recipe_folder=recipe.path.parent))
     batch = planned_batch(recipe)
     return rehearse(
