@@ -6,10 +6,14 @@ Run ``python -m tests.lora_table`` to write it; a test compares the file with wh
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, KasaConfig, LoraGAConfig
 
 from tests.adapter import beside, initial, options
+from tplora.plan.quantization import QuantizationPlan
+from tplora.plan.quantized_options import find_adapter_config_problems
 from tplora.recipe.lora_fields import INITS_IN_PYTHON, LORA_FIELDS, OWN_KEYS, REFUSED_INITS
 from tplora.recipe.lora_rules import say_method
 
@@ -69,10 +73,51 @@ def page_text() -> str:
     methods = [f"| {name} | {say_method(name)} |" for name in ("IA3", "ADALORA", "PREFIX_TUNING")]
     return _PAGE.format(
         rows="\n".join(rows),
+        quantized="\n".join(_quantized_rows()),
         inits="\n".join(inits),
         own="\n".join(own),
         methods="\n".join(methods),
     )
+
+
+_ON_QUANTIZED: dict[str, dict[str, Any]] = {
+    "use_dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "bias": {"bias": "all"},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5]},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [5]},
+    "use_bdlora": {"use_bdlora": BdLoraConfig(nblocks=2, match_strict=False)},
+    "kasa_config": {"kasa_config": KasaConfig()},
+    **{
+        f"init_lora_weights = {init!r}": {"init_lora_weights": init}
+        for init in ("gaussian", "orthogonal", "pissa", "olora", "mica", "corda", "lora_ga")
+    },
+}
+
+
+def _quantized_rows() -> list[str]:
+    """Each option as a plan takes or refuses it, where the base is quantised."""
+    rows = []
+    for name, given in _ON_QUANTIZED.items():
+        if name.endswith(("'corda'", "'lora_ga'")):
+            field = f"{given['init_lora_weights']}_config"
+            given = given | {field: CordaConfig() if "corda" in field else LoraGAConfig()}
+        lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
+        four, eight = (_on_quantized(method, lora) for method in ("nf4", "int8"))
+        rows.append(f"| `{name}` | {four} | {'the same' if four == eight != 'exact' else eight} |")
+    rows.append("| `lora.loftq = true` | exact | **refused**: peft has it in 4 bits |")
+    return rows
+
+
+def _on_quantized(method: str, lora: LoraConfig) -> str:
+    plan = QuantizationPlan(
+        method=method, is_double=False, compute_dtype="float32", names=frozenset()
+    )
+    problems = find_adapter_config_problems(plan, lora)
+    if not problems:
+        return "exact"
+    return f"**refused**: {problems[0].partition(f'is in {method}, ')[2].partition(';')[0]}"
 
 
 def _short(test: str) -> str:
@@ -112,6 +157,16 @@ was loaded.
 | value | |
 | --- | --- |
 {inits}
+
+## On a quantised base
+
+What plain PEFT has on bitsandbytes' layers (`test_quantized.py`); the rest of the first table is as
+on any base. Whole modules and experts are trained and adapted where they are not quantised. LoftQ
+is PEFT's `replace_lora_weights_loftq`, in Python `tplora.replace_lora_weights_loftq(model)`.
+
+| option | in 4 bits | in 8 bits |
+| --- | --- | --- |
+{quantized}
 
 ## Keys of `[lora]` that are tplora's own
 

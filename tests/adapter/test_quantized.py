@@ -157,6 +157,27 @@ def test_each_family_equals_plain_peft(world_of, recorded, size, name, targets):
     world_of(size).run(_is_the_run_alone, path, "nf4-double", targets, file)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nf4-double", "int8"])
+@pytest.mark.parametrize("name", ["llama_bias", "qwen3", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_of_each_family_equals_plain_peft(world_of, recorded, size, name, method):
+    targets = "experts" if name == "qwen3_moe" else "all-linear"
+    path, file = recorded(name, method, targets)
+    world_of(size).run(_is_the_run_alone, path, method, targets, file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fp4", "nf4-double", "int8"])
+@pytest.mark.parametrize("option", ["dora", "lora-bias", "bias"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_of_each_kind_of_lora_equals_plain_peft(
+    world_of, recorded, size, option, method
+):
+    path, file = recorded("llama_bias", method, option)
+    world_of(size).run(_is_the_run_alone, path, method, option, file)
+
+
 @pytest.mark.parametrize(
     ("size", "name", "method", "option"),
     [

@@ -16,6 +16,7 @@ from tests.quantized import (
     values_of,
     write_wide,
 )
+from tests.tiny import write_checkpoint
 from tplora.artifact.dequantized import is_packed, write_dequantized
 from tplora.artifact.tensor_file import read_places
 from tplora.base import quantized_whole
@@ -84,6 +85,24 @@ def test_what_is_written_is_what_bitsandbytes_multiplies_by(base, packed, tmp_pa
     _is_what_layers_hold(unpacked, base, seen)
     for name in ("index.json", "safetensors"):
         assert len(list(unpacked.glob(f"*.{name}"))) == len(list(folder.glob(f"*.{name}")))
+
+
+@pytest.mark.parametrize("hidden_size", [120, 90])
+@pytest.mark.parametrize("method", ["nf4", "nf4-double"])
+def test_rows_may_be_of_any_width(tmp_path, method, hidden_size):
+    odd = {"hidden_size": hidden_size, "heads": (3, 3), "head_dim": 10, "intermediate_size": 75}
+    wide = write_checkpoint("llama", tmp_path / "wide", **odd)
+    AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).save_pretrained(
+        tmp_path / "odd"
+    )
+    whole = load_whole(str(tmp_path / "odd"), method)
+    whole.save_pretrained(tmp_path / "packed")
+    seen = quantized_linears(whole)
+    for out in (
+        _write(tmp_path / "odd", tmp_path / "on-its-way", method),
+        _write(tmp_path / "packed", tmp_path / "unpacked"),
+    ):
+        _is_what_layers_hold(out, tmp_path / "odd", seen)
 
 
 def test_it_is_rounded_from_the_dtype_that_it_was_held_in(base, tmp_path):

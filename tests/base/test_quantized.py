@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, FineGrainedFP8Config
 
 from tests.quantized import (
     METHODS,
@@ -203,6 +203,19 @@ def test_a_weight_that_is_missing_is_one_error_by_name(world2, saved, tmp_path):
     world2.run(_is_refused, path, "nf4", r"layers\.1\.mlp\.up_proj\.weight: ")
 
 
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_a_block_size_that_is_not_its_scales_is_one_error_by_name(
+    world2, saved, tmp_path, block_size
+):
+    folder = Path(shutil.copytree(saved("llama", "nf4"), tmp_path / "wrong"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"blocksize": block_size}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    world2.run(_is_refused, str(folder), "saved", r"layers\.1\.mlp\.up_proj\.weight: .*blocks")
+
+
 def test_a_quantised_checkpoint_says_how_in_its_config(saved):
     config = json.loads((Path(saved("llama", "nf4-double")) / "config.json").read_text())
     assert config["quantization_config"]["bnb_4bit_use_double_quant"] is True
@@ -215,6 +228,9 @@ def _other_forms_are_refused(path, narrow, packed):
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(ShardError, match="quantised by gptq, which is not known to be exact"):
         load_base(path, tp_size=2, config=config)
+    for tp_size in (1, 2):
+        with pytest.raises(ShardError, match="quantised by fp8, which is not known to be exact"):
+            load_base(path, tp_size=tp_size, quantization_config=FineGrainedFP8Config())
 
 
 def test_what_cannot_be_cut_is_refused_on_every_rank(world2, saved, tmp_path):

@@ -85,8 +85,18 @@ def test_a_wrong_table_is_one_line_that_says_what_to_do(
     assert "\n" not in problem
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
-def test_optimizers_whose_state_is_quantised_are_refused_by_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("adamw_8bit", "blocks of 256 values"),
+        ("paged_adamw_8bit", "blocks of 256 values"),
+        ("paged_adamw_32bit", "do not step factors that are cut"),
+    ],
+)
+def test_optimizers_of_bitsandbytes_are_refused_by_name(
+    tmp_path: Path, name: str, why: str
+) -> None:
     problems = problems_of(_write(tmp_path, FOUR), f"train.optim={name}")
+    assert why in problems[0]
     assert problems[0].startswith(f'train.optim = "{name}"')
     assert "adamw_torch" in problems[0]

@@ -53,8 +53,10 @@ class Cut:
     def piece_of(self, full: torch.Tensor, *, per: int = 1) -> torch.Tensor:
         """The piece ``[O/P, I / per]`` or ``[O, I/P / per]`` of a full tensor ``[O, I / per]``.
 
-        A copy: a view would keep the full tensor.
+        A copy: a view would keep the full tensor. What is not cut may have rows of any width.
         """
+        if self.dim is None or self.mesh is None:
+            return full.clone(memory_format=torch.contiguous_format)
         rows, columns = self.ranges
         table = full.reshape(self.shape[0], self.shape[1] // per)
         piece = table[rows, columns.start // per : columns.stop // per]

@@ -79,6 +79,7 @@ def load_base(
         axes.check_world(dist.get_world_size() if is_in_world else current_processes().world_size)
     if from_pretrained.get("quantization_config", ()) is None:
         del from_pretrained["quantization_config"]  # None would hide what the checkpoint says
+    check_method(from_pretrained.get("quantization_config"))
     try:
         if tp_size > 1 or fsdp_size > 1:
             model = _load_cut(path, axes, model_class, from_pretrained)

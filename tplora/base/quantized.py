@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tplora.base.cut import Cut, cut_of
 from tplora.errors import ShardError
+from tplora.plan.quantization import method_problem
 from tplora.upstream.quantization import (
     full_linear_shape,
     is_four_bit,
@@ -87,16 +88,13 @@ def _take_place(module: nn.Module, leaf: str) -> Cut:
 
 
 def check_method(saved: Any) -> None:
-    """A checkpoint that is quantised is so by bitsandbytes, whose weights can be cut.
+    """What is quantised, or is to be, is so by bitsandbytes, whose weights can be cut.
 
     Raises:
         ShardError: Naming the method.
     """
     if saved is not None and quantization_method(saved) != "bitsandbytes":
-        raise ShardError(
-            f"model: its checkpoint is quantised by {quantization_method(saved)}, which is not "
-            "known to be exact when cut; take the unquantised model and give quantization_config"
-        )
+        raise ShardError(method_problem(quantization_method(saved)))
 
 
 def check_quantized(model: PreTrainedModel) -> None:

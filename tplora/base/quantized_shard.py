@@ -61,7 +61,7 @@ def _quantize_four_bit(
     packed = packed.flatten().view(config.bnb_4bit_quant_storage).view(-1, 1)
     is_double = bool(config.bnb_4bit_use_double_quant)
     if is_double:
-        own = state.absmax.view(cut.local_shape[0], -1)
+        own = state.absmax if cut.dim is None else state.absmax.view(cut.local_shape[0], -1)
         full = cut.gather(own, per=BLOCK_SIZE).flatten()
         offset = full.mean()
         codes, groups = bnb.quantize_blockwise(full - offset, blocksize=256)
@@ -132,6 +132,11 @@ def _cut_four_bit(module: nn.Module, held: Mapping[str, torch.Tensor], cut: Cut)
     if tuple(state.shape) != cut.shape or not cut.has_whole(state.blocksize):
         raise ValueError(
             f"{list(state.shape)} in blocks of {state.blocksize} cannot be cut into whole ones"
+        )
+    num_values, num_scales = cut.shape[0] * cut.shape[1], state.absmax.numel()
+    if num_scales != -(-num_values // state.blocksize):
+        raise ValueError(
+            f"{num_values:,} values in blocks of {state.blocksize} have not {num_scales:,} scales"
         )
     storage = held["weight"].dtype
     packed = cut.piece_of(held["weight"].contiguous().view(torch.uint8), per=2).view(-1, 1)

@@ -29,6 +29,7 @@ __all__ = [
     "QuantizationPlan",
     "adapter_problems",
     "build_quantization_config",
+    "method_problem",
     "plan_quantization",
     "quantization_problems",
 ]
@@ -37,6 +38,12 @@ _READ_PACKED = ("dots3_note_text", "gemma3n_text", "hy_v4", "inkling2_loop_text"
 """Models that cast an input to a weight's dtype or clamp a weight (transformers 5.24)."""
 _GROUP_SIZE = 256
 """Scales that double quantisation rounds together."""
+_OTHER_METHODS = {
+    "torchao": "whose int8 weights transformers 5.24 scales on each rank by its piece of a row, "
+    "which gives another model than one process has; its saved files it cannot cut, and int4 it "
+    "does not train"
+}
+"""What was tried of them, with torchao 0.18."""
 _UNSET: dict[str, tuple[Any, str]] = {
     "llm_int8_threshold": (
         6.0,
@@ -113,11 +120,7 @@ def plan_quantization(
     if config is None:
         return None, []
     if quantization_method(config) != "bitsandbytes":
-        return None, [
-            f"model: its checkpoint is quantised by {quantization_method(config)}, which is not "
-            "known to be exact when cut; take the unquantised model and quantise it with "
-            "[quantization], or a checkpoint that bitsandbytes quantised"
-        ]
+        return None, [method_problem(quantization_method(config))]
     plan = QuantizationPlan(
         method="int8" if config.load_in_8bit else config.bnb_4bit_quant_type,
         is_double=not config.load_in_8bit and config.bnb_4bit_use_double_quant,
@@ -129,6 +132,15 @@ def plan_quantization(
         *_config_problems(config),
         *_model_problems(model, is_saved=saved is not None and not loaded),
     ]
+
+
+def method_problem(method: str) -> str:
+    """Why weights that are quantised by another method than bitsandbytes are not loaded."""
+    why = _OTHER_METHODS.get(method, "which is not known to be exact when cut")
+    return (
+        f"model: quantised by {method}, {why}; take the unquantised model and quantise it with "
+        "[quantization], or a checkpoint that bitsandbytes quantised"
+    )
 
 
 def _config_problems(config: BitsAndBytesConfig) -> list[str]:

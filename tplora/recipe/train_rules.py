@@ -166,6 +166,8 @@ def _say_value(
 ) -> str | None:
     if key in choices and value not in choices[key][0]:
         allowed, reason = choices[key]
+        if key == "optim":
+            reason = _bitsandbytes_reason(str(value)) or reason
         return f"needs one of {', '.join(allowed)}; {reason}"
     if key == "lr_scheduler_type" and value == "greedy":
         return (
@@ -173,6 +175,18 @@ def _say_value(
         )
     if isinstance(value, int | float):
         return _say_number(key, value)
+    return None
+
+
+def _bitsandbytes_reason(optimizer: str) -> str | None:
+    """Why none of bitsandbytes' optimizers is allowed; adapters' states are small anyway."""
+    if "8bit" in optimizer or "4bit" in optimizer:
+        return (
+            "its state is rounded by blocks of 256 values and kept in 32 bits of small tensors, "
+            "both of which depend on how a factor is cut"
+        )
+    if optimizer.startswith("paged_") or "bnb" in optimizer:
+        return "bitsandbytes' optimizers do not step factors that are cut (DTensors)"
     return None
 
 
