@@ -78,6 +78,22 @@ def test_failed_ranks_are_started_again_as_often_as_asked_and_each_time_is_said(
 
 
 @pytest.mark.world
+def test_ranks_that_were_started_again_find_each_other_and_not_those_before(tmp_path):
+    body = """
+    import torch, torch.distributed as dist
+    from tplora.mesh import current_processes, join_process_group
+    join_process_group(current_processes())
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    (here / f"{rank}.{attempt}.sum").write_text(str(int(found)))
+    if attempt < 2:
+        os.kill(os.getpid(), 9)
+    """
+    assert len(run(tmp_path, body, max_restarts=2)) == 2
+    assert (tmp_path / "0.2.sum").read_text() == (tmp_path / "1.2.sum").read_text() == "2"
+
+
+@pytest.mark.world
 def test_it_gives_up_with_the_last_cause(tmp_path, capfd):
     body = "if rank == '1': raise OSError(f'away for the {attempt}. time')\ntime.sleep(60)"
     with pytest.raises(LaunchError, match=r"rank 1 of 2 .*OSError .*\(after 1 of 1 restarts\)"):
