@@ -100,10 +100,29 @@ def join_process_group(processes: Processes, *, timeout_s: float = 600) -> torch
     if processes.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            **_meeting_place(processes),
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     return device
+
+
+def _meeting_place(processes: Processes) -> dict[str, Any]:
+    """Where ranks find each other that torchrun has started again: not where those before them did.
+
+    torchrun's store holds the addresses of ranks that are gone, and torch 2.13 gives it to the next
+    ones as it is. Nodes may count restarts differently, so it is left at that for several.
+    """
+    is_reused = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and num_restarts() > 0
+    if not is_reused or processes.world_size > processes.local_world_size:
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port)  # type: ignore[attr-defined]
+    return {
+        "store": dist.PrefixStore(f"attempt {num_restarts()}", store),  # type: ignore[attr-defined]
+        "rank": processes.rank,
+        "world_size": processes.world_size,
+    }
 
 
 def num_restarts() -> int:

@@ -27,10 +27,7 @@ VERIFIED = "verified.json"
 """That plain PEFT says what the trained model said: the difference, and what it may be."""
 
 # What a killed run left in the making; the adapter of a checkpoint is written aside once more.
-_ASIDE = (
-    ".checkpoint-*.aside-*", "..checkpoint-*.aside-*", ".adapter.aside-*", "..adapter.aside-*",
-    ".adapter-*", ".merged.aside-*", ".shared-*",
-)  # fmt: skip
+_ASIDE = (".*.aside-*", ".adapter-*", ".shared-*")
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
         "log.txt", PROBE, VERIFIED, "merged", LOGS, *_ASIDE)  # fmt: skip

@@ -77,21 +77,23 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the ranks meet in the store of the launchers, or make their own."""
-        return self.is_alone and self._inner.use_agent_store
+        """No: the first rank makes one for its own attempt.
+
+        The launchers' holds the addresses of ranks that are gone (``next_rendezvous`` of
+        dynamic_rendezvous.py, torch 2.13, makes it once), and those that come after would try them.
+        """
+        return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes, then say who is who."""
         found = self._inner.next_rendezvous()
         self.num_rounds += 1
         self._store = PrefixStore("tplora", found.store)
-        if self.is_alone:
-            return found
         rank = self._meeting.node_rank
         if self._store.add(f"node {rank}", 1) > 1:
             raise LaunchError(f"--node-rank {rank}: another node has it; give each node its own")
         self._check_agreed(rank)
-        address = self._meeting.endpoint.rpartition(":")[0] if rank == 0 else None
+        address = self._meeting.endpoint.rpartition(":")[0].strip("[]") if rank == 0 else None
         where = RendezvousStoreInfo.build(rank, self._store, address)
         return RendezvousInfo(found.store, rank, found.world_size, where)
 
