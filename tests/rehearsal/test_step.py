@@ -161,3 +161,13 @@ def test_code_that_needs_values_is_refused_by_name(model, monkeypatch):
     with pytest.raises(PlanError, match="LlamaForCausalLM: its step cannot be followed without"):
         _rehearsed(path, KEPT, 1)
     assert not dist.is_initialized()
+
+
+def _refused_in_a_group(path):
+    with pytest.raises(PlanError, match="inside a process group"):
+        _rehearsed(path, KEPT, 2)
+    return dist.is_initialized()
+
+
+def test_a_rank_of_a_group_is_left_as_it_is(world2, model):
+    assert world2.run(_refused_in_a_group, model("llama")) == [True, True]
