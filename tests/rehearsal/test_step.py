@@ -6,9 +6,11 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from tests.models import lora as tests_lora
 from tests.quantized import quantization
-from tests.rehearsal.measure import measure
+from tests.rehearsal.measure import measure, peak_bytes
 from tests.rehearsal.models import lora, write_model
+from tests.train.training import Setup, build_trainer
 from tplora.errors import PlanError
 from tplora.plan.build import build_plan
 from tplora.plan.step_cost import Batch
@@ -100,6 +102,32 @@ def _measure_quantised(path, batch):
     return measure(path, lora(), batch, quantization_config=quantization("nf4-double"))
 
 
+def _measure_in_trainer(path, folder):
+    rows = [{"input_ids": [3 + (k * n) % 90 for n in range(63 - (k == 3))]} for k in range(8)]
+    rows = [row | {"completion_mask": [1] * len(row["input_ids"])} for row in rows]
+    setup = Setup(batch_size=4, accumulation=1, max_steps=2)
+    trainer = build_trainer(path, folder, setup, rows=rows)
+    step, peaks = trainer.training_step, []
+
+    def measured(*args):
+        results = []
+        peaks.append(peak_bytes(lambda: results.append(step(*args))))
+        return results[0]
+
+    trainer.training_step = measured
+    trainer.train()
+    return peaks[-1]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_trainer_takes_what_was_rehearsed(world_of, model, tmp_path, tp_size):
+    config, adapter = AutoConfig.from_pretrained(model("llama")), tests_lora()
+    plan = build_plan(config, adapter, tp_size=tp_size, dtype="float64")
+    cost = rehearse(plan, config, adapter, Batch(rows=4, length=63, is_checkpointed=False))
+    for found in world_of(tp_size).run(_measure_in_trainer, model("llama"), tmp_path):
+        assert cost.working == pytest.approx(found, rel=0.1)
+
+
 def test_the_tolerance_sees_activations_that_are_kept(world2, model):
     """What is kept of three layers, or of one input each, is more than a tenth apart."""
     kept = Batch(rows=3, length=160, is_checkpointed=False)
@@ -133,3 +161,13 @@ def test_code_that_needs_values_is_refused_by_name(model, monkeypatch):
     with pytest.raises(PlanError, match="LlamaForCausalLM: its step cannot be followed without"):
         _rehearsed(path, KEPT, 1)
     assert not dist.is_initialized()
+
+
+def _refused_in_a_group(path):
+    with pytest.raises(PlanError, match="inside a process group"):
+        _rehearsed(path, KEPT, 2)
+    return dist.is_initialized()
+
+
+def test_a_rank_of_a_group_is_left_as_it_is(world2, model):
+    assert world2.run(_refused_in_a_group, model("llama")) == [True, True]

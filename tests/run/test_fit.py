@@ -3,8 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.rehearsal.models import write_model
+from tplora.cli import app
+from tplora.errors import PlanError
 from tplora.plan.axes import Axes
 from tplora.recipe.check import read_recipe
 from tplora.run.fit import RESERVED, find_fit, largest
@@ -72,3 +75,32 @@ def test_a_recipe_says_its_micro_batch():
     assert (batch.rows, batch.length) == (8, 128)
     assert batch.is_checkpointed
     assert batch.is_accumulated
+
+
+def _plan(recipe, *argv):
+    return CliRunner().invoke(app, ["plan", str(recipe.path), *argv])
+
+
+def test_the_command_says_memory_bytes_and_what_fits(recipe):
+    shown = _plan(recipe, "--gpu-memory", "1GiB")
+    assert shown.exit_code == 0, shown.output
+    for name in ("memory per rank", "bytes and collectives", "fits", "largest micro-batch"):
+        assert name in shown.output
+
+
+def test_the_command_refuses_a_size_before_anything_is_run_through(recipe):
+    error = _plan(recipe, "--gpu-memory", "much").exception
+    assert isinstance(error, PlanError)
+    assert "--gpu-memory = 'much': is no size" in str(error)
+
+
+def test_a_step_that_cannot_be_run_through_leaves_the_plan(recipe, monkeypatch):
+    def fails(*args, **kwargs):
+        raise PlanError(["LlamaForCausalLM: its step cannot be followed without values (no)"])
+
+    monkeypatch.setattr("tplora.run.predict.rehearse", fails)
+    shown = _plan(recipe)
+    assert shown.exit_code == 0
+    assert "not predicted: LlamaForCausalLM" in " ".join(shown.output.split())
+    assert "bytes per rank" in shown.output
+    assert isinstance(_plan(recipe, "--gpu-memory", "1GiB").exception, PlanError)

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from trl.trainer.utils import add_fused_lm_head
 
 from tplora.adapter.attach import attach_adapter
@@ -71,8 +72,11 @@ def rehearse(
         trust_remote_code: Whether the architecture may come from the model's own code.
 
     Raises:
-        PlanError: If the model's code does something that cannot be done without values.
+        PlanError: If the model's code does something that cannot be done without values, or this
+            process is in a group.
     """
+    if plan.tp_size > 1 and dist.is_initialized():
+        raise PlanError(["a step cannot be run through inside a process group; leave it before"])
     config = copy.deepcopy(config)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation

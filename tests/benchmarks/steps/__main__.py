@@ -16,19 +16,20 @@ NAMES = ["tplora", "stock", "plain", "dtensor"]
 
 def main(stock: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tiny = write_model(
-            "llama", Path(folder) / "tiny-llama", vocab_size=1024
-        )  # stock needs a multiple
+        # stock cuts a vocabulary into equal pieces only
+        tiny = write_model("llama", Path(folder) / "tiny-llama", vocab_size=1024)
         recipe = read_recipe(RECIPE, [])
         smollm2 = resolve_model(recipe.model, recipe_folder=RECIPE.parent).path
         works = [
-            (Work(tiny, 2, length=256), 15),
-            (Work(tiny, 4, length=256), 15),
-            (Work(smollm2, 3, length=128), 7),
+            (Work(tiny, 2, length=256), NAMES, 15),
+            (Work(tiny, 4, length=256), NAMES, 15),
+            (Work(smollm2, 3, length=128), NAMES, 7),
+            (Work(tiny, 1, length=256), ["tplora", "plain"], 31),
+            (Work(smollm2, 1, length=128), ["tplora", "plain"], 15),
         ]
         with (Path(__file__).parent / "records.jsonl").open("w") as file:
-            for work, num_repeats in works:
-                records = compare(work, NAMES, stock=stock, num_repeats=num_repeats)
+            for work, names, num_repeats in works:
+                records = compare(work, names, stock=stock, num_repeats=num_repeats)
                 file.writelines(json.dumps(record) + "\n" for record in records)
                 file.flush()
                 print(f"\n{Path(work.path).name}, tp {work.tp_size}, 1 x {work.length} tokens")  # noqa: T201
