@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from tplora.adapter.attach import attach_adapter
     from tplora.adapter.load import load_factors
     from tplora.adapter.loftq import replace_lora_weights_loftq
+    from tplora.adapter.merged_save import save_merged
+    from tplora.adapter.merging import merge_adapter, unmerge_adapter
     from tplora.adapter.model import TploraModel
     from tplora.adapter.save import save_adapter
-    from tplora.artifact.merge import merge_adapter
+    from tplora.artifact.merge import merge_adapters
     from tplora.artifact.verify import verify_adapter
     from tplora.base.load import load_base
     from tplora.errors import TploraError
@@ -45,13 +47,16 @@ _HOMES = {
     "join_process_group": "tplora.mesh",
     "load_base": "tplora.base.load",
     "load_factors": "tplora.adapter.load",
-    "merge_adapter": "tplora.artifact.merge",
+    "merge_adapter": "tplora.adapter.merging",
+    "merge_adapters": "tplora.artifact.merge",
     "parallelism_config": "tplora.train.parallelism",
     "read_recipe": "tplora.recipe.check",
     "render_plan": "tplora.plan.report",
     "replace_lora_weights_loftq": "tplora.adapter.loftq",
     "run_finetune": "tplora.run.finetune",
     "save_adapter": "tplora.adapter.save",
+    "save_merged": "tplora.adapter.merged_save",
+    "unmerge_adapter": "tplora.adapter.merging",
     "verify_adapter": "tplora.artifact.verify",
 }
 
@@ -68,12 +73,15 @@ __all__ = [
     "load_base",
     "load_factors",
     "merge_adapter",
+    "merge_adapters",
     "parallelism_config",
     "read_recipe",
     "render_plan",
     "replace_lora_weights_loftq",
     "run_finetune",
     "save_adapter",
+    "save_merged",
+    "unmerge_adapter",
     "verify_adapter",
 ]
 

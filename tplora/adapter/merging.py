@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 
 from tplora.adapter.sharded_base import check_merge_target
 from tplora.errors import PlanError, ShardError
@@ -24,13 +24,57 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tplora.adapter.factor import Factors
+    from tplora.adapter.model import TploraModel
 
-__all__ = ["MergesLocally", "refuse_packed"]
+__all__ = ["MergesLocally", "is_merged", "merge_adapter", "refuse_packed", "unmerge_adapter"]
 
 _PACKED = (
     "merge: the base is quantised, and what is merged would be rounded anew; merge the saved "
     "adapter into the unquantised base with `tplora export`"
 )
+
+
+def merge_adapter(
+    model: TploraModel, adapter_names: Sequence[str] | None = None, *, safe_merge: bool = False
+) -> None:
+    """Add the adapters' deltas to this rank's pieces of the base, so that they cost nothing more.
+
+    Every rank calls it. No communication, but for DoRA's norms and for ``safe_merge``.
+
+    Args:
+        model: The adapted model; its factors stay, and ``unmerge_adapter`` uses them.
+        adapter_names: Those that are active when left out.
+        safe_merge: Look for NaN and infinity first, on all ranks.
+
+    Raises:
+        PlanError: If an adapter's bias has nowhere to go.
+        ShardError: If the base is shared out over data ranks, or a safe merge is not finite.
+    """
+    names = None if adapter_names is None else list(adapter_names)
+    model.merge_adapter(adapter_names=names, safe_merge=safe_merge)
+
+
+def unmerge_adapter(model: TploraModel) -> None:
+    """Take out of the base what ``merge_adapter`` has added; equal to rounding.
+
+    Every rank calls it. No communication.
+    """
+    model.unmerge_adapter()
+
+
+def is_merged(model: TploraModel) -> bool:
+    """Whether every layer that an active adapter is on has it merged."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    held = [layer for layer in layers if set(layer.active_adapters) & _adapters_of(layer)]
+    return all(
+        set(layer.active_adapters) & _adapters_of(layer) <= set(layer.merged_adapters)
+        for layer in held
+    )
+
+
+def _adapters_of(layer: Any) -> set[str]:
+    names = [name for name in layer.adapter_layer_names if hasattr(layer, name)]
+    return {adapter for name in names for adapter in getattr(layer, name)}
 
 
 class MergesLocally:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from tplora.artifact.checkpoint import Checkpoint
+    from tplora.artifact.tensor_file import Memory
 
 __all__ = ["BaseTensors", "FileTensors"]
 
@@ -22,8 +23,11 @@ class BaseTensors(Protocol):
         """Whether the tensor is what the file holds, so that its bytes can be copied."""
         ...
 
-    def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Some entries of dim 0, in the dtype of the file; the caller may write over them."""
+    def rows(self, name: str, rows: slice, *, memory: Memory | None = None) -> torch.Tensor:
+        """Some entries of dim 0, in the dtype of the file; the caller may write over them.
+
+        They lie in ``memory`` if it is given, until it is given again.
+        """
         ...
 
     def stream(self, name: str) -> BinaryIO:
@@ -49,9 +53,10 @@ class FileTensors:
         """Always."""
         return True
 
-    def rows(self, name: str, rows: slice) -> torch.Tensor:
+    def rows(self, name: str, rows: slice, *, memory: Memory | None = None) -> torch.Tensor:
         """Read them."""
-        return read_rows(self.stream(name), self._checkpoint.tensors[name][1], rows)
+        place = self._checkpoint.tensors[name][1]
+        return read_rows(self.stream(name), place, rows, memory=memory)
 
     def stream(self, name: str) -> BinaryIO:
         """Opened once."""

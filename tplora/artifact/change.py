@@ -24,6 +24,10 @@ class Change(Protocol):
     needs_whole: bool
     """Whether it has to be given all rows at once."""
 
+    def prepare(self) -> None:
+        """Make what all rows need."""
+        ...
+
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The new rows; ``work`` may be written over, ``base`` is what the file holds there."""
         ...
@@ -59,6 +63,11 @@ class LowRank:
             self._a = a.reshape(num_experts, -1, a.shape[-1])
             self._b = b.reshape(b.shape[0], -1, num_experts)
         self._delta: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """The product, where it is made at once."""
+        if self._in_one_product:
+            self.delta()
 
     def delta(self) -> torch.Tensor:
         """All of ``scaling * B @ A``, made once."""
@@ -106,6 +115,10 @@ class Dora:
     def __init__(self, low_rank: LowRank, magnitude: torch.Tensor) -> None:
         self._low_rank, self._magnitude = low_rank, magnitude
 
+    def prepare(self) -> None:
+        """The delta's product."""
+        self._low_rank.prepare()
+
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """Each row brought to its magnitude."""
         delta = self._low_rank.rows_of_delta(rows)
@@ -121,6 +134,9 @@ class AddedVector:
     def __init__(self, vector: torch.Tensor, scaling: float) -> None:
         self._vector = vector * scaling
 
+    def prepare(self) -> None:
+        """Nothing to make."""
+
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The sum."""
         return work.add_(self._vector[rows])
@@ -134,6 +150,9 @@ class Replaced:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
+    def prepare(self) -> None:
+        """Nothing to make."""
+
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The adapter's rows."""
         return work.copy_(self._tensor[rows])
@@ -146,6 +165,9 @@ class ReplacedRows:
 
     def __init__(self, indices: Sequence[int], trained: torch.Tensor) -> None:
         self._indices, self._trained = tuple(indices), trained
+
+    def prepare(self) -> None:
+        """Nothing to make."""
 
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The base's rows, but for those that were trained."""
@@ -167,6 +189,9 @@ class ByPeft:
 
     def __init__(self, layer: Any, adapters: Sequence[str]) -> None:
         self._layer, self._adapters = layer, list(adapters)
+
+    def prepare(self) -> None:
+        """Nothing to make."""
 
     def applied_to(self, work: torch.Tensor, rows: slice, base: torch.Tensor) -> torch.Tensor:
         """The merged weight; the layer is left as it was."""

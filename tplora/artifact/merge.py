@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tplora.artifact.base_tensors import FileTensors
@@ -124,12 +124,15 @@ def merge_adapters(
     with kept_aside(out, overwrite=overwrite) as aside:
         journal = _Journal(aside, _fingerprint(checkpoint, adapters, dtype, source))
         _check_room(aside, plan, journal)
-        with FileTensors(checkpoint) as files:
-            merger = FileMerger(checkpoint, source or files, plan, _counted(plan, on_bytes))
+        with (
+            FileTensors(checkpoint) as files,
+            FileMerger(checkpoint, source or files, plan, _counted(plan, on_bytes)) as merger,
+        ):
             for file in plan.files:
                 if not journal.has(file):
                     progress(f"writing {file.name}")
-                    journal.note(file, merger.write(file, journal.part(file)))
+                    merger.write(file, journal.part(file), partial(journal.note, file))
+            merger.finish()
         _write_beside(checkpoint, next(iter(adapters)), plan, aside)
         journal.close()
     return MergeReport(
@@ -153,10 +156,9 @@ class _Journal:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def has(self, file: OutFile) -> bool:
-        """Whether a file is there, with the size and checksum it was written with."""
+        """Whether a file is there and nobody has written to it since it was brought to disk."""
         path = self._folder / file.name
-        is_whole = file.name in self._done and path.is_file()
-        is_whole = is_whole and self._done[file.name] == [path.stat().st_size, _checksum(path)]
+        is_whole = path.is_file() and self._done.get(file.name) == _state(path)
         self.num_kept += is_whole
         return is_whole
 
@@ -164,12 +166,11 @@ class _Journal:
         """Where it is written until it is whole."""
         return self._folder / f"{file.name}.part"
 
-    def note(self, file: OutFile, checksum: int) -> None:
-        """A file is whole: give it its name, then say so."""
-        part = self.part(file)
-        size = part.stat().st_size
-        part.replace(self._folder / file.name)
-        self._done[file.name] = [size, checksum]
+    def note(self, file: OutFile) -> None:
+        """A file is whole, and on the disk: give it its name, then say so."""
+        path = self._folder / file.name
+        self.part(file).replace(path)
+        self._done[file.name] = _state(path)
         text = json.dumps({"of": self._fingerprint, "done": self._done})
         draft = self._folder / f"{_JOURNAL}.part"
         draft.write_text(text, encoding="utf-8")
@@ -189,12 +190,8 @@ class _Journal:
         return bool(held["of"] == self._fingerprint)
 
 
-def _checksum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as stream:
-        while data := stream.read(8 << 20):
-            found = zlib.crc32(data, found)
-    return found
+def _state(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def _fingerprint(

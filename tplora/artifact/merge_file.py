@@ -6,7 +6,8 @@ the rows in hand, and of a base in the dtype that is summed in, the delta of one
 
 from __future__ import annotations
 
-import zlib
+import contextlib
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,13 @@ import torch
 
 from tplora.artifact.tensor_file import (
     CHUNK_BYTES,
+    Memory,
     bytes_of,
     header_of,
     read_metadata,
     row_chunks,
 )
+from tplora.artifact.writer import Writer, one_thread
 from tplora.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from tplora.upstream.checkpoint_layout import WeightGroup
 
 __all__ = ["FileMerger"]
+
+_IN_FLIGHT = 2
+"""Pieces that are written while the next one is made."""
 
 
 class FileMerger:
@@ -55,24 +61,35 @@ class FileMerger:
         self._on_bytes = on_bytes
         self._largest = max((checkpoint.folder / file).stat().st_size for file in checkpoint.files)
         self._changes: OrderedDict[str, list[Change]] = OrderedDict()
+        self._read = Memory()
+        self._work, self._out = Memory(_IN_FLIGHT + 2), Memory(_IN_FLIGHT + 2)
+        self._writer = Writer(_IN_FLIGHT)
         self._made: OrderedDict[str, torch.Tensor] = OrderedDict()
         self.unchanged: list[str] = []
         """Tensors that came out as they were: the delta is lost in rounding, or zero."""
 
-    def write(self, file: OutFile, path: Path) -> int:
-        """Write one file; return the checksum of its bytes."""
+    def __enter__(self) -> FileMerger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def write(self, file: OutFile, path: Path, whole: Callable[[], None]) -> None:
+        """Write one file, while the next one is begun; call ``whole`` when it is on the disk."""
         metadata = (
             {"format": "pt"}
             if file.source is None
             else read_metadata(self._checkpoint.folder / file.source)
         )
-        checksum = 0
-        with path.open("wb", buffering=0) as target:
-            for data in self._parts(file, metadata):
-                target.write(data)
-                checksum = zlib.crc32(data, checksum)
-                self._on_bytes(len(data))
-        return checksum
+        self._writer.open(path)
+        for data in self._parts(file, metadata):
+            self._writer.write(data)
+            self._on_bytes(len(data))
+        self._writer.settle(whole)
+
+    def finish(self) -> None:
+        """Wait for everything that is still being written."""
+        self._writer.finish()
 
     def _parts(self, file: OutFile, metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
         yield header_of({tensor.name: tensor.place for tensor in file.tensors}, metadata)
@@ -92,9 +109,9 @@ class FileMerger:
 
     def _copied(self, name: str) -> Iterator[memoryview]:
         place, stream = self._checkpoint.tensors[name][1], self._source.stream(name)
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, place.end - place.begin)))
         for begin in range(place.begin, place.end, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, place.end - begin)]
+            size = min(CHUNK_BYTES, place.end - begin)
+            part = bytes_of(self._out.tensor(torch.uint8, (size,)))
             stream.seek(begin)
             stream.readinto(part)  # type: ignore[attr-defined]  # opened "rb", it has it
             yield part
@@ -102,7 +119,7 @@ class FileMerger:
     def _cast(self, tensor: OutTensor) -> Iterator[memoryview]:
         place = self._checkpoint.tensors[tensor.source][1]
         for rows in row_chunks(place):
-            found = self._source.rows(tensor.source, rows)
+            found = self._source.rows(tensor.source, rows, memory=self._read)
             yield bytes_of(self._rounded(found, tensor))
 
     def _changed(self, tensor: OutTensor) -> Iterator[memoryview]:
@@ -115,9 +132,10 @@ class FileMerger:
         is_whole = any(change.needs_whole for change in changes)
         is_moved = False
         for rows in [slice(0, place.num_rows)] if is_whole else row_chunks(place):
-            base = self._base_rows(tensor.source, rows)
-            merged = self._rounded(_applied(changes, base, rows), tensor)
-            is_moved = is_moved or not torch.equal(merged, base)
+            with contextlib.nullcontext() if is_whole else one_thread():
+                base = self._base_rows(tensor.source, rows)
+                merged = self._rounded(self._applied(changes, base, rows), tensor)
+                is_moved = is_moved or not torch.equal(merged, base)
             yield bytes_of(merged)
         if not is_moved:
             self.unchanged.append(tensor.name)
@@ -127,7 +145,7 @@ class FileMerger:
         """The base's rows; zeros where the result has more."""
         num_rows = self._checkpoint.tensors[name][1].num_rows
         held = slice(min(rows.start, num_rows), min(rows.stop, num_rows))
-        base = self._source.rows(name, held)
+        base = self._source.rows(name, held, memory=self._read)
         missing = (rows.stop - rows.start) - (held.stop - held.start)
         return torch.cat([base, base.new_zeros(missing, *base.shape[1:])]) if missing else base
 
@@ -162,7 +180,7 @@ class FileMerger:
             index = group.index or 0
             rows = slice(index, index + base.shape[0])
             merged[name] = (
-                _applied(self._read_changes(name, dtype), base, rows)
+                self._applied(self._read_changes(name, dtype), base, rows).clone()
                 if name in self._plan.changes
                 else base.to(dtype)
             )
@@ -173,9 +191,12 @@ class FileMerger:
         if parameter not in self._changes:
             while len(self._changes) > 1:
                 self._changes.popitem(last=False)
-            self._changes[parameter] = self._plan.changes[parameter].read(
+            found = self._plan.changes[parameter].read(
                 dtype, in_one_product=self._in_one_product(parameter, dtype)
             )
+            for change in found:
+                change.prepare()
+            self._changes[parameter] = found
         self._changes.move_to_end(parameter)
         return self._changes[parameter]
 
@@ -194,21 +215,21 @@ class FileMerger:
 
     def _rounded(self, total: torch.Tensor, tensor: OutTensor) -> torch.Tensor:
         assert tensor.place.dtype is not None, "the plan has checked the dtype"
-        found = total.to(tensor.place.dtype).contiguous()
-        if not all(torch.isfinite(end) for end in torch.aminmax(found)):
+        found = total
+        if total.dtype != tensor.place.dtype:
+            found = self._out.tensor(tensor.place.dtype, tuple(total.shape)).copy_(total)
+        if not all(math.isfinite(end) for end in torch.aminmax(found)):
             what = "base plus delta" if tensor.is_changed else "the base"
             raise ArtifactError(
                 f"{tensor.name}: {what} is not finite in {tensor.place.dtype}; merge into a wider "
                 "dtype with --dtype, or use the adapter unmerged"
             )
-        return found
+        return found.contiguous()
 
-
-def _applied(changes: list[Change], base: torch.Tensor, rows: slice) -> torch.Tensor:
-    """The changes one after the other, in the dtype that is summed in."""
-    dtype = torch.promote_types(base.dtype, torch.float32)
-    exact = base.to(dtype)
-    work = exact.clone()
-    for change in changes:
-        work = change.applied_to(work, rows, exact)
-    return work
+    def _applied(self, changes: list[Change], base: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The changes one after the other, in the dtype that is summed in."""
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        work = self._work.tensor(dtype, tuple(base.shape)).copy_(base)
+        for change in changes:
+            work = change.applied_to(work, rows, base)
+        return work

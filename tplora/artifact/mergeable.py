@@ -132,7 +132,7 @@ def name_mismatch(folder: Path, wanted: str, names: Collection[str]) -> Artifact
         return ArtifactError(f"{where}; name the base that this adapter was trained on")
     return ArtifactError(
         f"{where}; they hold {near}: the adapter was trained on a model whose modules carry "
-        "another prefix; rename its tensors with tplora convert --rename OLD=NEW"
+        "another prefix; merge into that model, or rename the adapter's tensors"
     )
 
 

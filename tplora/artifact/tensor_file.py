@@ -21,6 +21,7 @@ from tplora.saved.files import parse_json
 __all__ = [
     "CHUNK_BYTES",
     "DTYPES",
+    "Memory",
     "Place",
     "bytes_of",
     "cast_place",
@@ -162,12 +163,35 @@ def row_chunks(place: Place) -> Iterator[slice]:
         yield slice(start, min(start + step, place.num_rows))
 
 
-def read_rows(stream: BinaryIO, place: Place, rows: slice) -> torch.Tensor:
-    """Rows of a tensor whose dtype is a plain float, in that dtype."""
+class Memory:
+    """Memory that is used again: fresh pages cost more than the numbers in them.
+
+    Args:
+        count: A tensor stays as it is until as many more have been asked for.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
+        self._next = 0
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor of any numbers."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        self._next = (self._next + 1) % len(self._pieces)
+        if self._pieces[self._next].numel() < num_bytes:
+            self._pieces[self._next] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._pieces[self._next][:num_bytes].view(dtype).view(shape)
+
+
+def read_rows(
+    stream: BinaryIO, place: Place, rows: slice, *, memory: Memory | None = None
+) -> torch.Tensor:
+    """Rows of a tensor whose dtype is a plain float, in that dtype; in ``memory`` if given."""
     assert place.dtype is not None, "the caller has checked the dtype"
     if not place.shape:
         rows = slice(0, 1)
-    tensor = torch.empty((rows.stop - rows.start, *place.shape[1:]), dtype=place.dtype)
+    shape = (rows.stop - rows.start, *place.shape[1:])
+    tensor = (memory or Memory()).tensor(place.dtype, shape)
     stream.seek(place.begin + rows.start * place.row_bytes)
     stream.readinto(bytes_of(tensor))  # type: ignore[attr-defined]  # a BinaryIO opened "rb" has it
     return tensor

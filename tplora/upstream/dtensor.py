@@ -21,6 +21,7 @@ __all__ = [
     "placement_of",
     "placement_spec",
     "queue_after_backward",
+    "split_factor_of",
     "with_spec",
 ]
 
@@ -72,6 +73,14 @@ def placement_of(shard_dim: int | None, split_factor: int = 1) -> Placement:
     if split_factor == 1:
         return Shard(shard_dim)
     return _StridedShard(shard_dim, split_factor=split_factor)
+
+
+def split_factor_of(placement: Placement) -> int:
+    """How many fused weights a cut dim holds; what ``placement_of`` was given.
+
+    ``_StridedShard.split_factor`` (torch 2.11 to 2.14).
+    """
+    return int(getattr(placement, "split_factor", 1))
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

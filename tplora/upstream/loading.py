@@ -22,6 +22,7 @@ __all__ = [
     "fused_weights_read_by_piece",
     "has_interleaved_experts",
     "label_as_halves",
+    "names_joined_in_files",
     "replace_gaussian_topk",
 ]
 
@@ -94,6 +95,21 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
         for one in getattr(model, "_weight_conversions", None) or []
         if not any(hasattr(op, "hf_quantizer") for op in getattr(one, "operations", ()))
     ]
+
+
+def names_joined_in_files(model: PreTrainedModel, names: list[str]) -> list[list[str]]:
+    """Parameters that come from one tensor of the checkpoint, or one set of them, together.
+
+    ``revert_weight_conversion`` collects them by these names (transformers 5.24).
+    """
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    reverse = [one.reverse_transform() for one in _conversions(model)[::-1]]
+    converters = [one for one in reverse if isinstance(one, WeightConverter)]
+    joined: dict[str, list[str]] = {}
+    for name in names:
+        joined.setdefault(str(apply_converters(name, converters)[0]), []).append(name)
+    return list(joined.values())
 
 
 def has_interleaved_experts(model: PreTrainedModel) -> bool:
