@@ -3,6 +3,7 @@
 One line each: where, what was found, what is needed, what to do.
 """
 
+import re
 from collections.abc import Sequence
 
 __all__ = [
@@ -36,7 +37,25 @@ class RecipeError(TploraError):
 
 
 class PlanError(RecipeError):
-    """What cannot be exact at this tp_size, all of it, found before any weight is read."""
+    """What cannot be exact at this tp_size, all of it, found before any weight is read.
+
+    What is said of many layers alike is said once, of the first, with their number.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        kinds: dict[str, list[str]] = {}
+        for problem in problems:
+            kinds.setdefault(_LAYER.sub(".*", problem), []).append(problem)
+        super().__init__([_say_once(found) for found in kinds.values()])
+
+
+_LAYER = re.compile(r"(?<=[a-z_])\.\d+(?=\.[a-z_])")
+"""A layer's number inside a module's name; a decimal number's digits are not between letters."""
+
+
+def _say_once(problems: list[str]) -> str:
+    first, more = problems[0], len(set(problems)) - 1
+    return first if more == 0 else f"{first} (and {more} more like it)"
 
 
 class SourceError(TploraError):

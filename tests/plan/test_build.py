@@ -234,6 +234,55 @@ def test_a_pattern_or_exclusion_that_leaves_nothing_is_refused():
     assert "exclude_modules" in problem
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("excluded", "said"),
+    [
+        (["vision_tower"], "'vision_tower' matches no module; the model has"),
+        (["o_proj", "q_projj"], "'q_projj' matches no module"),
+        (["mlp"], "'mlp' names model.layers.0.mlp, which holds layers and is none"),
+        ("mlp", "'mlp': matches no module's whole name"),
+    ],
+)
+def test_an_exclusion_that_leaves_nothing_out_is_refused(excluded, said, tp_size):
+    (problem,) = _problems("llama", lora={"exclude_modules": excluded}, tp_size=tp_size)
+    assert said in problem
+    _plan("llama", lora={"exclude_modules": excluded, "base_model_name_or_path": "of/a-file"})
+
+
+def test_the_way_out_that_is_named_for_a_container_works():
+    (problem,) = _problems("llama", lora={"exclude_modules": ["mlp"]})
+    pattern = problem.rpartition(" as '")[2].removesuffix("'")
+    names = {layer.name for layer in _plan("llama", lora={"exclude_modules": pattern}).layers}
+    assert names
+    assert not any("mlp" in name for name in names)
+
+
+def test_what_leaves_out_what_would_not_be_adapted_anyway_passes():
+    assert _plan("llama", lora={"exclude_modules": ["lm_head", "embed_tokens", "norm"]}).layers
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "targets", "bias", "said"),
+    [
+        ("llama", "all-linear", "lora_only", 'has no bias; use "none"'),
+        ("llama", "all-linear", "all", 'has no bias; use "none"'),
+        ("qwen2_tied", ["o_proj"], "lora_only", "those with one are k_proj, q_proj, v_proj"),
+    ],
+)
+def test_biases_that_are_not_there_are_refused(name, targets, bias, said, tp_size):
+    (problem,) = _problems(name, targets, lora={"bias": bias}, tp_size=tp_size)
+    assert said in problem
+    assert _plan(name, ["q_proj"], lora={"bias": bias, "base_model_name_or_path": "a/b"}).layers
+
+
+def test_what_is_said_of_every_layer_is_said_once():
+    error = PlanError([f"lora: model.layers.{n}.mlp is 0.5 of it" for n in range(9)] + ["other"])
+    assert error.problems == ("lora: model.layers.0.mlp is 0.5 of it (and 8 more like it)", "other")
+    assert PlanError(["a = 0.5: x", "a = 0.6: x"]).problems == ("a = 0.5: x", "a = 0.6: x")
+
+
 def test_missing_targets_are_refused():
     (problem,) = _problems("llama", None)
     assert "lora.target_modules: missing" in problem

@@ -220,7 +220,7 @@ REFUSED = {
 def _on_nf4(method="nf4", *, changes=None, **given):
     lora = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | given)
     return build_plan(
-        tiny_config("llama", **WIDE),
+        tiny_config("llama_bias" if "bias" in given else "llama", **WIDE),
         lora,
         tp_size=2,
         dtype="bfloat16",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tplora.plan.excluded import is_from_a_file
 from tplora.plan.trained import part_problem, place_parameter, plan_part, style_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from peft import LoraConfig
 
@@ -34,7 +35,7 @@ def plan_biases(
     if lora.bias == "none":
         return [], []
     adapted = {layer.module_name: layer for layer in layers}
-    plans, problems = [], []
+    plans, problems = [], list(_nothing_to_train(facts, lora, adapted))
     for part in facts.parts:
         shape, layer = dict(part.parameters).get("bias"), adapted.get(part.name)
         is_asked = lora.bias == "all" or layer is not None
@@ -48,6 +49,24 @@ def plan_biases(
             instead = '"none"' if layer is not None else '"lora_only" or "none"'
             problems.append(f'lora.bias = "{lora.bias}": {part.name} {problem}; use {instead}')
     return plans, problems
+
+
+def _nothing_to_train(
+    facts: ModelFacts, lora: LoraConfig, adapted: Collection[str]
+) -> Iterator[str]:
+    """PEFT trains no bias then, and does not say so."""
+    if is_from_a_file(lora):
+        return
+    having = [part.name for part in facts.parts if "bias" in dict(part.parameters)]
+    where = f'lora.bias = "{lora.bias}"'
+    if not having:
+        yield f'{where}: {facts.class_name} has no bias; use "none"'
+    elif lora.bias == "lora_only" and not set(having) & set(adapted):
+        kinds = sorted({name.rpartition(".")[2] for name in having})
+        yield (
+            f"{where}: no adapted layer has a bias, those with one are {', '.join(kinds[:12])}; "
+            'adapt one of them, or use "all" or "none"'
+        )
 
 
 def _problem(

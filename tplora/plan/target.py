@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
+from tplora.plan.excluded import excluded_problems
 from tplora.recipe.pattern_rules import MATCHED, say_pattern
 from tplora.upstream import adapter_target_names, peft_moved_names, peft_refusal
 from tplora.upstream.peft_keys import peft_file_keys
@@ -67,7 +68,7 @@ def match_targets(model: PreTrainedModel, config: LoraConfig, facts: ModelFacts)
     names = tuple(adapter_target_names(model, config)) if config.target_modules else ()
     matched = _match_parameters(config, facts)
     problems = [*_unmatched_modules(config, names, model, facts), *_unmatched(config, facts)]
-    problems += _layer_problems(config)
+    problems += [*_layer_problems(config), *excluded_problems(config, facts)]
     problems += [
         f"lora.target_modules: {name}: {refusal}; add it to lora.exclude_modules"
         for name in names
