@@ -38,7 +38,10 @@ from tplora.errors import ArtifactError, PlanError
 pytestmark = pytest.mark.world
 
 LOSS, GRADIENT = 1e-5, 1e-4
-LEARNING_RATE = 0.1
+LEARNING_RATES = {"lora-bias": 0.05}
+"""By what is trained, else 0.1. At 0.1 its loss rises again by the last step, and rounding with it:
+a unit of it in plain PEFT's own factors is three times as large after each step.
+"""
 PLANTED = (5, 6)
 """An invocation of aLoRA, in two of three rows."""
 
@@ -70,11 +73,11 @@ def recorded(alone, wide, tmp_path_factory):
     return get
 
 
-def _train(model, see, num_steps=STEPS, checkpointing=False):
+def _train(model, see, targets, num_steps=STEPS, checkpointing=False):
     if checkpointing:
         model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(trained.values(), lr=LEARNING_RATES.get(targets, 0.1))
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         loss = model(**batches(1, PLANTED)[0]).loss
@@ -102,7 +105,7 @@ def _record(path, method, targets, file):
     model = (adapted if is_drawn else plain_adapted)(path, method, targets)
     with pytest.MonkeyPatch.context() as patch:
         _as_on_a_gpu(patch)
-        _train(model, lambda what, tensor: seen.update({what: tensor.detach().clone()}))
+        _train(model, lambda what, tensor: seen.update({what: tensor.detach().clone()}), targets)
     losses = [float(seen[f"step {k}: loss"]) for k in (1, STEPS)]
     assert losses[1] < losses[0] - 0.1, f"nothing is learnt: {losses}"
     save_file(seen, file)
@@ -126,7 +129,7 @@ def _differences(path, method, targets, file, num_steps=STEPS, checkpointing=Fal
     if targets != "experts":  # whose wrappers hide the parameter that is looked at
         check_shards(model.get_base_model(), model.plan)
     assert model.plan.quantization.names == set(quantized_linears(load_pieces(path, method)))
-    _train(model, see, num_steps, checkpointing)
+    _train(model, see, targets, num_steps, checkpointing)
     return found, sorted(wanted)
 
 
