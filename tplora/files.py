@@ -17,7 +17,10 @@ from tplora.errors import ArtifactError
 
 __all__ = ["check_writable", "file_written_aside", "write_text_aside", "written_aside"]
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# The last is of a file system, or of a user, that may not have files of that size.
+_DISK_FULL = {
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errno.EFBIG: "is too large",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -192,5 +195,5 @@ def _disk_full_as_artifact_error(target: Path) -> Iterator[None]:
         if error.errno not in _DISK_FULL:
             raise
         raise ArtifactError(
-            f"{target}: the disk is full; make room or name another place"
+            f"{target}: {_DISK_FULL[error.errno]}; make room or name another place"
         ) from error
