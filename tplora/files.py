@@ -24,7 +24,10 @@ __all__ = [
     "written_aside",
 ]
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# The last is of a file system, or of a user, that may not have files of that size.
+_DISK_FULL = {
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errno.EFBIG: "is too large",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -243,5 +246,5 @@ def _disk_full_as_artifact_error(target: Path) -> Iterator[None]:
         if error.errno not in _DISK_FULL:
             raise
         raise ArtifactError(
-            f"{target}: the disk is full; make room or name another place"
+            f"{target}: {_DISK_FULL[error.errno]}; make room or name another place"
         ) from error

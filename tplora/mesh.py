@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PREEMPTED = 75
-"""What a process exits with that was asked to end and saved a checkpoint.
+"""What a process exits with that was asked to end, with all it has trained in a checkpoint.
 
 EX_TEMPFAIL of sysexits.h, "try again later": unlike 128 + 15 it says that nothing is lost, and a
 scheduler may start the run again.

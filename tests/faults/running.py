@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from tests.run.test_finetune import RECIPE, chat
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
+from tplora.artifact.merge import merge_adapter
 from tplora.recipe.check import read_recipe
 from tplora.run.finetune import run_finetune
 from tplora.run.start import Start
@@ -69,6 +70,12 @@ def finetune(
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def export(place: Path, adapter: Path, merged: Path, fault: tuple[object, ...] = ()) -> None:
+    """What ``tplora export`` does."""
+    with _FAULTS[str(fault[0])](*fault[1:]) if fault else contextlib.nullcontext():
+        merge_adapter(str(place / "base"), adapter, merged)
 
 
 # ---- faults, each a context on the rank that has it

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.running import assert_ended_like, assert_nothing_is_half, finetune
+from tests.faults.running import assert_ended_like, assert_nothing_is_half, export, finetune
 from tests.world import RankError
 from tplora.run.start import Start
 
@@ -124,6 +124,25 @@ def test_a_full_disk_stops_every_rank_and_is_named(world2, place, whole, tmp_pat
     assert errors[0] == errors[1]
     assert errors[0].startswith(f"ArtifactError: {run}/{says}")
     goes_on(world2, place, run, whole)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (("killed in", "tplora.files._settle_folder"), "the process died"),
+        (("small files", 20_000), "ArtifactError"),
+    ],
+    ids=["killed", "full"],
+)
+def test_an_export_that_ends_early_leaves_nothing_to_be_taken_for_a_model(
+    alone, place, whole, tmp_path, fault, says
+):
+    adapter, merged = whole / "adapter", tmp_path / "merged"
+    with pytest.raises(RankError, match=says):
+        alone.run(export, place, adapter, merged, fault)
+    assert not merged.exists()
+    alone.run(export, place, adapter, merged)
+    assert (merged / "model.safetensors").is_file()
 
 
 SLOW = ("slow disk", "all", 7.0, 3.0)

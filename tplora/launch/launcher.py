@@ -39,7 +39,8 @@ from tplora.launch.failure import (
 )
 from tplora.launch.nodes import Nodes, processes_of_node
 from tplora.mesh import PREEMPTED
-from tplora.upstream.elastic import Meeting, WatchedAgent, build_agent
+from tplora.upstream.elastic import WatchedAgent, build_agent
+from tplora.upstream.rendezvous import Meeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +143,11 @@ class _Run:
                 may_restart=self._may_restart,
             )
             codes = self._wait(self._agent)
-        if codes:
-            self._report(read_exits(self._records, codes))
+            if codes:
+                try:
+                    self._report(read_exits(self._records, codes))
+                finally:
+                    self._rendezvous.leave()
 
     def _wait(self, agent: WatchedAgent) -> dict[int, int]:
         """The exit codes of ranks that failed, and of those that were ended with them."""
@@ -154,11 +158,12 @@ class _Run:
         except SignalException as error:
             raise SystemExit(128 + error.sigval) from None
         except LaunchError:
-            self._rendezvous.shutdown()
+            self._rendezvous.leave()
             raise
         except RendezvousError as error:
-            self._rendezvous.shutdown()
-            raise LaunchError(self._say_nodes(error)) from None
+            said = self._say_nodes(error)
+            self._rendezvous.leave()
+            raise LaunchError(said) from None
         if failures or self._rendezvous.is_alone:
             self._tell_cause({rank: found.exitcode for rank, found in failures.items()})
             self._rendezvous.shutdown()  # which tells the other nodes that it is over

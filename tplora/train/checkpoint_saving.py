@@ -37,7 +37,7 @@ class SavesWhileTraining:
 
     _is_writing = False
     """Whether the last checkpoint may be unfinished, on every rank alike."""
-    _tokenizer: Any = None
+    _saved_tokenizer: Any = None
     """The writing thread's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -148,8 +148,8 @@ class SavesWhileTraining:
         """What goes into the small files, as it is now; training goes on while it is written."""
         note_callback_states(self)
         self.state.stateful_callbacks[OURS] = progress
-        if self._tokenizer is None:
-            self._tokenizer = deepcopy(self.processing_class)
+        if self._saved_tokenizer is None:
+            self._saved_tokenizer = deepcopy(self.processing_class)
         files = {STATE: deepcopy(self.state)}
         if is_whole:
             files |= {SCHEDULER: deepcopy(self.lr_scheduler.state_dict()), RNG: _rng_states()}
@@ -160,8 +160,8 @@ class SavesWhileTraining:
     ) -> None:
         """One rank, no communication, in a thread of its own."""
         write_adapter(self.model, folder, factors, as_trained=True)
-        if self._tokenizer is not None:
-            self._tokenizer.save_pretrained(folder)
+        if self._saved_tokenizer is not None:
+            self._saved_tokenizer.save_pretrained(folder)
         if state:
             torch.save(state, folder / OPTIMIZER)
             torch.save(files[SCHEDULER], folder / SCHEDULER)
