@@ -86,6 +86,15 @@ def test_a_factor_cut_like_a_shard_does_not_fit_the_base(adapter, factor, dim, s
         check_fits_base(found, shapes)
 
 
+@pytest.mark.parametrize(("rows", "said"), [(50, "with 50 tokens, the base has 48"), (25, "shard")])
+def test_a_head_of_other_tokens_is_told_from_a_shard(base, tmp_path, rows, said):
+    folder = write_adapter(base, tmp_path / "adapter", target_modules=["lm_head"])
+    key = "base_model.model.lm_head.lora_B.weight"
+    change_tensors(folder, lambda t: t | {key: t[key][:rows].clone()})
+    with pytest.raises(ArtifactError, match=said):
+        check_fits_base(read_adapter(folder), {"lm_head.weight": (48 if rows == 50 else 50, 32)})
+
+
 def test_a_module_that_the_base_lacks_does_not_fit(adapter):
     with pytest.raises(ArtifactError, match="which the base does not have"):
         check_fits_base(read_adapter(adapter), {})

@@ -21,7 +21,7 @@ def _without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
-NUM_FAST, NUM_SLOW = 400, 10_000
+NUM_FAST, NUM_SLOW = 300, 10_000
 
 
 @pytest.fixture(scope="module")

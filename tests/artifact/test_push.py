@@ -155,7 +155,7 @@ def test_a_runs_card_tells_recipe_plan_rows_and_versions(base, tmp_path):
     text = RECIPE.replace("output_note", "run_name").format(base=base)
     (tmp_path / "recipe.toml").write_text(text.replace('"x"', f'"{tmp_path}/x y"'))
     recipe = load_recipe(tmp_path / "recipe.toml")
-    facts = card_facts(recipe, [{"step": 3, "eval_loss": 2.0}, {"step": 3, "eval_loss": 1.5}])
+    facts = card_facts(recipe, [{"step": 0, "eval_loss": 2.0}, {"step": 3, "eval_loss": 1.5}])
     details = card_details(recipe, f"LlamaForCausalLM of {base}/config.json over tp_size 2")
     said = json.dumps([facts, details])
     assert str(tmp_path) not in said

@@ -123,6 +123,12 @@ def _piece_like(whole: torch.Tensor, placed: DTensor) -> torch.Tensor:
 
 def _fill(factor: Factor, piece: Any, where: str) -> None:
     shape = tuple(piece.get_shape())
+    if shape != factor.plan.shape and _is_of_more_tokens(factor, shape):
+        raise ArtifactError(
+            f"{where}: was trained with other tokens, {max(shape)} of them, the base has "
+            f"{max(factor.plan.shape)}; resize the base as it was in training, and save it, and "
+            "load that"
+        )
     if shape != factor.plan.shape and _is_of_tokens(factor, shape):
         raise ArtifactError(
             f"{where}: was saved with a vocabulary of {shape[0]} tokens, the base has "
@@ -136,6 +142,13 @@ def _fill(factor: Factor, piece: Any, where: str) -> None:
         )
     with torch.no_grad():
         local_shard(factor.parameter).copy_(_own_part(factor, piece))
+
+
+def _is_of_more_tokens(factor: Factor, saved: tuple[int, ...]) -> bool:
+    """Whether it is a factor on embedding or head, as long as a larger vocabulary."""
+    is_end = not any(part.isdigit() for part in factor.name.split("."))
+    is_long = ".lora_B." in factor.name or ".lora_embedding_A." in factor.name
+    return is_end and is_long and len(saved) == 2 and max(saved) > max(factor.plan.shape)
 
 
 def _is_of_tokens(factor: Factor, saved: tuple[int, ...]) -> bool:

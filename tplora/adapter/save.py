@@ -22,6 +22,7 @@ from tplora.base.fingerprint import BASE, take_fingerprint
 from tplora.errors import ArtifactError
 from tplora.mesh import tell_all
 from tplora.upstream.peft_keys import adapter_file_key, peft_file_keys
+from tplora.upstream.peft_wrappers import saving_own_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,13 +156,14 @@ def _write(
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside:
-        PeftModel.save_pretrained(
-            model,
-            aside,
-            state_dict=factors,
-            selected_adapters=None if adapter_names is None else list(adapter_names),
-            save_embedding_layers=False,  # only factors are trained, so only factors are saved
-        )
+        with saving_own_tokens():
+            PeftModel.save_pretrained(
+                model,
+                aside,
+                state_dict=factors,
+                selected_adapters=None if adapter_names is None else list(adapter_names),
+                save_embedding_layers=False,  # only factors are trained, so only factors are saved
+            )
         for path in Path(aside).rglob("adapter_model.safetensors"):
             is_first = path.parent == Path(aside)
             _rename_for_peft(model, "default" if is_first else path.parent.name, path)

@@ -55,6 +55,13 @@ def conflicts(
                 f"{plan.name} is to be trained, and is adapted or trained otherwise by another "
                 f"adapter; {instead}"
             )
+        elif plan.what == "tokens" and isinstance(module, wrappers):
+            is_tied = module.token_adapter.tied_adapter is not None
+            if is_tied != (plan.tied_to is not None):
+                problems.append(
+                    f"lora.trainable_token_indices: {plan.name} follows the embedding's tokens for "
+                    f"one adapter and is given its own by another; {instead}"
+                )
     return problems
 
 

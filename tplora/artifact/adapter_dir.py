@@ -156,6 +156,12 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
                 f"{adapter.folder}: {pair.a} belongs to {pair.module}, which the base does not "
                 "have; name the base that this adapter was trained on"
             )
+        if tuple(found) != pair.weight_shape and _has_other_tokens(pair, found):
+            raise ArtifactError(
+                f"{adapter.folder}: {pair.module} was adapted with {pair.weight_shape[0]} tokens, "
+                f"the base has {found[0]}; resize the base as it was in training, save it, and "
+                "name that"
+            )
         if tuple(found) != pair.weight_shape:
             raise ArtifactError(
                 f"{adapter.folder}: {pair.a} {list(adapter.shapes[pair.a])} and {pair.b} "
@@ -163,6 +169,13 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
                 f"{pair.module} of the base has {list(found)}; a factor that is a shard of the "
                 "full one was saved, or this is another base"
             )
+
+
+def _has_other_tokens(pair: FactorPair, found: tuple[int, ...]) -> bool:
+    """Whether an embedding or head was resized: it has other rows, which no cut of its own has."""
+    is_end = not any(part.isdigit() for part in pair.module.split("."))
+    rows, columns = pair.weight_shape
+    return is_end and columns == found[1] and (rows > found[0] or found[0] % rows != 0)
 
 
 def _check_fits_stack(

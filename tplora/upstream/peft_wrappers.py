@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ __all__ = [
     "embedding_name",
     "modules_saved_with_task",
     "names_tied_with_embedding",
+    "saving_own_tokens",
 ]
 
 
@@ -35,6 +36,28 @@ def building_token_layers(build: Callable[..., nn.Module]) -> Iterator[None]:
         yield
     finally:
         trainable_tokens.TrainableTokensLayer = original
+
+
+@contextlib.contextmanager
+def saving_own_tokens() -> Iterator[None]:
+    """While open, PEFT saves of each adapter the tokens that it has, beside others that have some.
+
+    ``TrainableTokensWrapper.adapter_state_dict`` (peft 0.21, utils/other.py) asks every wrapped
+    module for rows of every adapter, and fails for one that trains none there.
+    """
+    from peft.utils.other import TrainableTokensWrapper
+
+    original = TrainableTokensWrapper.adapter_state_dict
+
+    def own(self: Any, adapter_name: str, state_dict: dict[str, Any]) -> dict[str, Any]:
+        held = self.token_adapter.trainable_tokens_delta
+        return dict(original(self, adapter_name, state_dict)) if adapter_name in held else {}
+
+    TrainableTokensWrapper.adapter_state_dict = own
+    try:
+        yield
+    finally:
+        TrainableTokensWrapper.adapter_state_dict = original
 
 
 def embedding_name(model: PreTrainedModel) -> str | None:
