@@ -297,33 +297,42 @@ def export(
 
 
 @app.command()
-def verify(run: RunPath) -> None:
-    """Reload a run's adapter in plain PEFT and compare logits."""
-    from tplora.artifact.verify import verify_adapter
+def verify(
+    run: RunPath,
+    merged: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="Check this merged model, not the adapter."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, help="Fraction of the largest logit.", show_default="by dtype"),
+    ] = None,
+) -> None:
+    """Reload a run's adapter in plain PEFT, or its merged model, and compare logits.
+
+    Leaves a record, verify.json, beside what was checked.
+    """
     from tplora.errors import ArtifactError
-    from tplora.run.base import find_base
-    from tplora.run.folder import find_adapter, find_probe
+    from tplora.run.verify import check_run
     from tplora.terminal.show import say, show_table
 
-    adapter = find_adapter(run)
-    base = find_base(run, adapter, progress=say)
-    found = verify_adapter(
-        adapter,
-        base.path,
-        find_probe(run, adapter),
-        dtype=base.dtype,
-        quantization=base.quantization,
-    )
+    found, record = check_run(run, merged=merged, tolerance=tolerance, progress=say)
+    where = "of a logit, in plain PEFT" if merged is None else "of a logit, merged"
     show_table(
         [
-            ("largest difference", f"{found.max_abs_diff:.3g} (of a logit, in plain PEFT)"),
+            ("largest difference", f"{found.max_abs_diff:.3g} ({where})"),
             ("tolerance", f"{found.tolerance:.3g}"),
             ("effect of the adapter", f"{found.max_effect:.3g} (the same, without it)"),
+            ("same next token", f"{found.top1_agreement:.1%} of {found.num_positions} places"),
+            ("KL divergence", f"{found.kl_divergence:.2g} nats"),
+            ("record", str(record)),
         ]
     )
     if not found.passed:
-        raise ArtifactError(f"{run}: not verified, see above; do not use this adapter")
-    say("verified: plain PEFT says what the trained model said", style="green")
+        what = "adapter" if merged is None else "model"
+        raise ArtifactError(f"{merged or run}: not verified, see above; do not use this {what}")
+    how = "plain PEFT" if merged is None else "the merged model"
+    say(f"verified: {how} says what the trained model said", style="green")
 
 
 @app.command()

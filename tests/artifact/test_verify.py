@@ -1,11 +1,14 @@
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
+from tplora.artifact.merge import merge_adapter
 from tplora.artifact.probe import choose_probe_rows, logits_at, read_probe, record_probe
-from tplora.artifact.verify import verify_adapter
+from tplora.artifact.verify import verify_adapter, verify_merged, write_record
 from tplora.errors import ArtifactError
 
 # peft 0.21.2 asks transformers 5.24 for a property by its old name
@@ -41,6 +44,20 @@ def test_a_saved_adapter_that_says_what_was_recorded_passes(run, base):
     assert report.max_abs_diff < 1e-5
     assert report.tolerance == pytest.approx(1e-4 * report.max_abs_logit)
     assert report.num_positions == 6
+
+
+def test_a_merged_model_is_held_to_the_same_record_and_a_wrong_one_fails(run, base, tmp_path):
+    merge_adapter(str(base), run[0], tmp_path / "merged")
+    report = verify_merged(tmp_path / "merged", str(base), run[1], dtype=torch.float32)
+    assert report.passed
+    assert report.top1_agreement == 1
+    assert 0 <= report.kl_divergence < 1e-9
+    record = json.loads(write_record(report, tmp_path / "merged", compared="merged").read_text())
+    assert record["passed"]
+    assert record["max_abs_diff"] == report.max_abs_diff
+    wrong = verify_merged(base, str(base), run[1], dtype=torch.float32)
+    assert not wrong.passed
+    assert wrong.kl_divergence > 1e-4
 
 
 def test_one_changed_factor_fails(run, base):

@@ -124,7 +124,7 @@ def test_the_run_folder_holds_what_it_should(place, cut):
     names = {path.name for path in cut.iterdir()}
     assert names == {
         "adapter", "log.txt", "logs", "loss.png", "metrics.jsonl", "plan.txt",
-        "probe.safetensors", "recipe.toml", "verified.json",
+        "probe.safetensors", "recipe.toml",
     }  # fmt: skip
     record = metrics(cut)[1]
     assert set(record) == {

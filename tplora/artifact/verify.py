@@ -5,7 +5,8 @@ files are right, whatever tp_size they were trained with. A quantised base is qu
 multiplies as it did in training: out of it bitsandbytes rounds what it multiplies by further.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from tplora.artifact.plain_folder import plain_folder
 from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
 from tplora.base.quantized_product import hold_exact
 from tplora.errors import ArtifactError
+from tplora.files import write_text_aside
 from tplora.upstream import auto_class_of
 from tplora.upstream.quantization import full_linear_shape, is_quantized_linear
 
@@ -26,10 +28,16 @@ __all__ = [
     "Probe",
     "VerifyReport",
     "choose_probe_rows",
+    "has_passed",
     "record_probe",
     "relative_tolerance",
     "verify_adapter",
+    "verify_merged",
+    "write_record",
 ]
+
+RECORD = "verify.json"
+"""What was found, beside what it was found of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,10 @@ class VerifyReport:
     """How far the adapter moves the logits of the bare base."""
     num_positions: int
     """Places in the text that were compared, each over the whole vocabulary."""
+    top1_agreement: float
+    """Fraction of the places where both would say the same token next."""
+    kl_divergence: float
+    """Mean over the places, in nats: of what was found from what was recorded."""
 
     @property
     def passed(self) -> bool:
@@ -111,15 +123,87 @@ def verify_adapter(
     with plain_folder(adapter) as folder:
         adapted = PeftModel.from_pretrained(model, str(folder), torch_device=device)
     found = logits_at(adapted, probe.rows, probe.positions)
-    largest = float(probe.logits.abs().max())
     narrowest = min((dtype, *adapter.dtypes), key=lambda one: torch.finfo(one).bits)
     relative = relative_tolerance(narrowest) if tolerance == "by dtype" else tolerance
+    return _report(probe, found, bare, relative)
+
+
+def verify_merged(
+    merged_folder: Path,
+    base: str,
+    probe_path: Path,
+    *,
+    dtype: torch.dtype,
+    tolerance: float | Literal["by dtype"] = "by dtype",
+    device: str = "cpu",
+) -> VerifyReport:
+    """Load a merged model with transformers alone and compare its logits with the recorded ones.
+
+    Args:
+        merged_folder: What ``tplora export --merged`` wrote.
+        base: Folder or hub id of the base, which the adapter's effect is seen against.
+        probe_path: What the trained model said.
+        dtype: Of the base, as it was trained on; the merged model has its own.
+        tolerance: Fraction of the largest recorded logit.
+        device: Where to compute.
+
+    Raises:
+        ArtifactError: If the probe is damaged, or the folder holds another model.
+    """
+    probe = read_probe(probe_path)
+    said = []
+    held = dtype
+    for path, asked in ((str(merged_folder), "auto"), (base, dtype)):
+        model = auto_class_of(path).from_pretrained(path, dtype=asked).to(device)
+        held = min(held, model.dtype, key=lambda one: torch.finfo(one).bits)
+        logits = logits_at(model, probe.rows, probe.positions)
+        said.append(logits[..., : probe.logits.shape[-1]])  # tokens may have been added
+    if said[0].shape != probe.logits.shape:
+        raise ArtifactError(
+            f"{probe_path}: holds logits {list(probe.logits.shape)}, {merged_folder} gives "
+            f"{list(said[0].shape)}; name the model that was merged from this run"
+        )
+    width = said[1].shape[-1]
+    relative = relative_tolerance(held) if tolerance == "by dtype" else tolerance
+    return _report(probe, said[0], said[1], relative, num_tokens=width)
+
+
+def has_passed(folder: Path) -> bool:
+    """Whether the last check of what is in ``folder`` passed; False if there was none."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("passed") is True
+
+
+def write_record(report: VerifyReport, folder: Path, *, compared: str) -> Path:
+    """Keep what was found beside what it was found of, as ``verify.json``."""
+    record = {"compared": compared, "passed": report.passed, **asdict(report)}
+    path = folder / RECORD
+    write_text_aside(path, json.dumps(record, indent=2) + "\n", overwrite=True)
+    return path
+
+
+def _report(
+    probe: Probe,
+    found: torch.Tensor,
+    bare: torch.Tensor,
+    relative: float,
+    *,
+    num_tokens: int | None = None,
+) -> VerifyReport:
+    largest = float(probe.logits.abs().max())
+    wanted = probe.logits.double().log_softmax(-1)
+    got = found.double().log_softmax(-1)
     return VerifyReport(
         max_abs_diff=_largest(found - probe.logits),
         max_abs_logit=largest,
         tolerance=relative * largest,
-        max_effect=_largest(found - bare),
+        max_effect=_largest(found[..., :num_tokens] - bare),
         num_positions=probe.positions.numel(),
+        top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
+        kl_divergence=float((wanted.exp() * (wanted - got)).sum(-1).mean()),
     )
 
 

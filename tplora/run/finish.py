@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from tplora.artifact.mergeable import can_merge_into
 from tplora.artifact.push import push_folder
-from tplora.artifact.verify import VerifyReport, verify_adapter
+from tplora.artifact.verify import VerifyReport, verify_adapter, write_record
 from tplora.errors import ArtifactError
-from tplora.files import write_text_aside
 from tplora.run.card import first_and_last, write_merged_card
-from tplora.run.folder import PROBE, VERIFIED
+from tplora.run.folder import PROBE
 from tplora.run.merging import merge_into_base
 from tplora.run.summary import RunSummary
 from tplora.train.metrics import read_metrics
@@ -70,6 +68,5 @@ def _verify(base: Base, folder: Path) -> VerifyReport:
             f"{report.max_abs_diff:.3g}, more than {report.tolerance:.3g}, or it does nothing "
             f"(it moves the base's logits by {report.max_effect:.3g}); do not use it"
         )
-    facts = {"max_abs_diff": report.max_abs_diff, "tolerance": report.tolerance}
-    write_text_aside(folder / VERIFIED, json.dumps(facts) + "\n", overwrite=True)
+    write_record(report, folder / "adapter", compared="adapter in plain PEFT")
     return report

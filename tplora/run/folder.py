@@ -9,7 +9,6 @@ from tplora.files import check_writable
 __all__ = [
     "LOGS",
     "PROBE",
-    "VERIFIED",
     "check_run_folder",
     "clear_run_folder",
     "drop_the_end",
@@ -23,16 +22,13 @@ LOGS = "logs"
 PROBE = "probe.safetensors"
 """What the trained model said, for verify to compare with."""
 
-VERIFIED = "verified.json"
-"""That plain PEFT says what the trained model said: the difference, and what it may be."""
-
 # What a killed run left in the making; the adapter of a checkpoint is written aside once more.
 _ASIDE = (".*.aside-*", ".adapter-*", ".shared-*")
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, VERIFIED, "merged", LOGS, *_ASIDE)  # fmt: skip
+        "log.txt", PROBE, "merged", LOGS, *_ASIDE)  # fmt: skip
 # Of these, what is written once training is over; and what a killed run left in the making.
-_END = ("adapter", "loss.png", PROBE, VERIFIED, "merged", *_ASIDE)
+_END = ("adapter", "loss.png", PROBE, "merged", *_ASIDE)
 
 
 def check_run_folder(folder: Path, *, overwrite: bool) -> None:

@@ -9,10 +9,10 @@ import math
 import tomllib
 from typing import TYPE_CHECKING, Any
 
+from tplora.artifact.verify import has_passed
 from tplora.errors import ArtifactError, RecipeError
 from tplora.recipe.toml import dump_value
 from tplora.recipe.upstream_fields import train_fields
-from tplora.run.folder import VERIFIED
 from tplora.train.checkpoint_files import find_last_checkpoint, read_state
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def find_resume(recipe: Recipe, folder: Path, *, say: Callable[[str], None]) -> 
 def _is_complete(recipe: Recipe, folder: Path) -> bool:
     """The adapter is the last thing that training writes; what is asked for beyond follows it."""
     has_merged = (folder / "merged").is_dir() or not recipe.export.merged
-    is_verified = (folder / VERIFIED).is_file() or not recipe.export.verify
+    is_verified = has_passed(folder / "adapter") or not recipe.export.verify
     has_adapter = (folder / "adapter" / "adapter_config.json").is_file()
     return has_adapter and is_verified and has_merged
 
