@@ -126,18 +126,17 @@ def test_each_rank_keeps_its_slice_of_the_full_mask(world, size):
 def _masks(model: Any, run: Any) -> dict[str, list[torch.Tensor]]:
     """Each layer's masks in order: where its dropout made a zero of a number."""
     seen: dict[str, list[torch.Tensor]] = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda _m, args, out, name=name: seen.setdefault(name, []).append(
-                (out.detach() == 0) & (args[0].detach() != 0)
-            )
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, ShardedDropout)
-    ]
-    run()
-    for hook in hooks:
-        hook.remove()
+    names = {module: name for name, module in model.named_modules()}
+    draw = ShardedDropout.draw
+
+    def watched(module: ShardedDropout, x: torch.Tensor) -> torch.Tensor | None:
+        keep = draw(module, x)
+        assert keep is not None
+        seen.setdefault(names[module], []).append(~keep & (x.detach() != 0))
+        return keep
+
+    with mock.patch.object(ShardedDropout, "draw", watched):
+        run()
     return seen
 
 
