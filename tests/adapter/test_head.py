@@ -18,6 +18,7 @@ from tests.train.test_head import LargestLogits
 from tests.world import RankError
 from tplora.adapter.head import deferred, reading, statistics
 from tplora.adapter.head.deferred import DeferredLogits
+from tplora.errors import ShardError
 
 pytestmark = pytest.mark.world
 
@@ -253,6 +254,23 @@ def _reads(path):
 
 def test_whatever_is_read_is_what_the_whole_logits_say(world2, checkpoint):
     world2.run(_reads, checkpoint("llama", **CUT))
+
+
+def _reads_too_late(path):
+    model = load(path, lora(target_modules=["lm_head"], init_lora_weights=False)).eval()
+    batch = batches(1)[0]
+    known, unknown = (model(**batch).logits for _ in range(2))
+    early = known.argmax(-1), known.sum()
+    model.merge_adapter()
+    assert torch.equal(known.sum(), early[1])
+    with pytest.raises(ShardError, match="the head's weights have changed since the model ran"):
+        unknown.argmax(-1)
+    with pytest.raises(ShardError, match="changed since the model ran"):
+        unknown.sum()
+
+
+def test_logits_that_would_be_another_models_are_refused(world2, checkpoint):
+    world2.run(_reads_too_late, checkpoint("llama", **CUT))
 
 
 def _communication(path):

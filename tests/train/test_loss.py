@@ -293,8 +293,9 @@ def _combine_without_rescaling(parts: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _grad_without_entropy(logits: Any, own: Any, size: Any, *per_token: Any) -> Any:
-    lse, entropy, d_log, d_entropy, *rest = per_token
-    return _GRAD_LOGITS(logits, own, size, lse, entropy, d_log, torch.zeros_like(d_entropy), *rest)
+    given = list(per_token)
+    given[4] = torch.zeros_like(given[4])
+    return _GRAD_LOGITS(logits, own, size, *given)
 
 
 _COMBINE, _GRAD_LOGITS = loss._combine, loss._grad_logits

@@ -22,7 +22,7 @@ from tplora.plan.style import shard_range
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ForwardSeed", "ShardedDropout"]
+__all__ = ["ForwardSeed", "ShardedDropout", "drop"]
 
 _KEY_BITS = 62
 
@@ -76,6 +76,11 @@ def _mix(*numbers: int) -> int:
     return state >> (64 - _KEY_BITS)
 
 
+def drop(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """``x`` where it is kept, so much more of it that its mean stays."""
+    return x * keep.to(x.dtype) / (1.0 - p)
+
+
 class ShardedDropout(nn.Dropout):
     """Inverted dropout on the input of A.
 
@@ -103,14 +108,18 @@ class ShardedDropout(nn.Dropout):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop in training, pass in evaluation."""
+        keep = self.draw(x)
+        return x if keep is None else drop(x, keep, self.p)
+
+    def draw(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Which numbers of ``x`` are kept, in training."""
         if not self.training or self.p == 0:
-            return x
+            return None
         key = int(torch.empty((), dtype=torch.int64).random_(2**_KEY_BITS))
         generator = torch.Generator(device=x.device).manual_seed(key)
         shape = (*x.shape[:-1], self.in_features)
         drawn = torch.rand(shape, generator=generator, device=x.device)
-        keep = drawn[..., slice(*self._range)] >= self.p
-        return x * keep.to(x.dtype) / (1.0 - self.p)
+        return drawn[..., slice(*self._range)] >= self.p
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""

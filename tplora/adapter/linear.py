@@ -2,10 +2,9 @@
 
     # T tokens   I in_features   O out_features   R LoRA rank r   P tp_size
 
-The classes are PEFT's own ``lora.Linear`` with the full ``in_features`` and ``out_features``, so
-that configs, names, files, merging and switching stay PEFT's. Only ``forward`` is ours: it computes
-base and adapter on this rank's pieces and applies the style's collective once, to their sum. One
-rule: the adapter's output is in the same state as its base's output.
+The classes are PEFT's own ``lora.Linear`` with the full sizes, so that configs, names, files,
+merging and switching stay PEFT's. Only ``forward`` is ours: base and adapter on this rank's pieces,
+and the style's collective once, on their sum, since both are in the same state.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_li
 from tplora.adapter.initial import FromWholeWeight
 from tplora.adapter.local_module import local_tensor
 from tplora.adapter.merging import MergesLocally, refuse_packed
+from tplora.adapter.project_down import can_project_down, project_down
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from tplora.collectives import SharedInput
     from tplora.plan.layer import LayerPlan
 
-__all__ = [
-    "ColumnParallelLoraLinear",
-    "ReplicatedLoraLinear",
-    "RowParallelLoraLinear",
-    "TploraLinear",
-]
+__all__ = ["ColumnParallelLoraLinear", "ReplicatedLoraLinear", "RowParallelLoraLinear",
+           "TploraLinear"]  # fmt: skip
 
 
 class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore[misc]
@@ -57,7 +53,7 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
     """
 
     adds_bias_after_sum = False
-    """Whether biases are added once the ranks' products are summed, not to each product."""
+    """Whether biases are added to the sum of the ranks' products, not to each product."""
 
     def __init__(
         self,
@@ -87,8 +83,7 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
     @property
     def group(self) -> ProcessGroup:
         """The tensor-parallel process group."""
-        assert self.mesh is not None
-        return self.mesh.get_group()
+        return self.mesh.get_group()  # type: ignore[union-attr]
 
     def make_factors(self, adapter_name: str, prefix: str, plan: LayerPlan) -> Factors:
         """Cut the factors, which PEFT has just drawn in full, to this rank's pieces."""
@@ -129,13 +124,10 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
             tensors: What ``adapter_tensors`` gave.
             context: ``bias``, which result holds already, and what the caller of forward gave.
         """
-        variant = self.variant_of(name)
-        if variant is not None:
+        if (variant := self.variant_of(name)) is not None:
             return variant.apply(self, name, result, dropped, tensors, **context)
-        bias = None if self.adds_bias_after_sum else tensors.get("bias")
-        down = F.linear(dropped, tensors["A"])
-        scaling: float = self.scaling[name]
-        return result + F.linear(down, tensors["B"], bias) * scaling
+        added: torch.Tensor = self._add_up(name, result, F.linear(dropped, tensors["A"]), tensors)
+        return added
 
     def drop(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """The input of an adapter's A: in A's dtype, after the adapter's dropout."""
@@ -146,13 +138,22 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
     def add_delta(self, result: torch.Tensor, x: torch.Tensor, **context: Any) -> torch.Tensor:
         """``result`` with the delta of every active adapter, in result's dtype.
 
-        x and result are this rank's pieces, in the state of the layer. Communication: a variant's.
+        x and result are this rank's pieces, in the layer's state. Communication: a variant's.
         """
         dtype = result.dtype
         for name in self.applied_adapters():
             tensors = self.adapter_tensors(name)
+            dropout = self.lora_dropout[name]
+            if self.variant_of(name) is None and can_project_down(dropout, x):
+                down = project_down(x, tensors["A"], dropout)
+                result = self._add_up(name, result, down, tensors)
+                continue
             result = self.apply_adapter(name, result, self.drop(name, x), tensors, **context)
         return result.to(dtype)
+
+    def _add_up(self, name: str, result: torch.Tensor, down: torch.Tensor, tensors: Any) -> Any:
+        bias = None if self.adds_bias_after_sum else tensors.get("bias")
+        return result + F.linear(down, tensors["B"], bias) * self.scaling[name]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``scaling * B A``, placed as W is; PEFT merges it. No communication.
@@ -192,9 +193,9 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         return bias
 
     def extra_repr(self) -> str:
-        """The full sizes and the cut, for ``print(model)``."""
-        ranks = 1 if self.mesh is None else self.mesh.size()
+        """Full sizes and cut."""
         cut = {None: "replicated", 0: "cut on out", 1: "cut on in"}[self.plan.weight.shard_dim]
+        ranks = 1 if self.mesh is None else self.mesh.size()
         return f"in={self.plan.weight.shape[1]}, out={self.plan.weight.shape[0]}, W {cut} / {ranks}"
 
 
@@ -204,11 +205,10 @@ class ReplicatedLoraLinear(TploraLinear):
         y = x W^T + b + scaling * (dropout(x) A^T) B^T
 
     Shapes, per rank: x ``[T, I]``, W ``[O, I]``, A ``[R, I]``, B ``[O, R]``, y ``[T, O]``, all
-    replicated. Where the activations are shards of heads (style replicated_with_grad_allreduce),
-    x and y are pieces, and both factors' gradients are partial.
+    replicated; pieces of heads, and partial gradients, under style replicated_with_grad_allreduce.
 
-    Where the style does something of its own to the output (mla_kv_a_proj: the rope slice of y
-    goes to sharded heads, so its gradient is summed), the adapter joins before that.
+    What the style does to the output (mla_kv_a_proj: the rope slice of y goes to sharded heads, so
+    its gradient is summed), it does after the adapter has joined.
 
     Communication: none; mla_kv_a_proj: backward, one all-reduce of the rope slice.
     """

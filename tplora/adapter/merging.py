@@ -100,12 +100,13 @@ class MergesLocally:
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.factors:
                 continue
-            weight = local_shard(self.merge_target().data)
+            weight = local_shard(self.merge_target())
             merged = self.merged_weight(name, weight)
             if safe_merge:
                 self._check_finite(merged, name)
             self._add_bias(name, sign=1)
-            weight.copy_(merged)
+            with torch.no_grad():
+                weight.copy_(merged)
             self.merged_adapters.append(name)
 
     def unmerge(self: Any) -> None:
@@ -114,8 +115,9 @@ class MergesLocally:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         while self.merged_adapters:
             name = self.merged_adapters.pop()
-            weight = local_shard(self.merge_target().data)
-            weight.copy_(self.unmerged_weight(name, weight))
+            weight = local_shard(self.merge_target())
+            with torch.no_grad():
+                weight.copy_(self.unmerged_weight(name, weight))
             self._add_bias(name, sign=-1)
 
     def merge_target(self: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 from tplora.adapter.head.deferred_tensor import DeferredTensor
 from tplora.adapter.head.statistics import LabelStatistics, label_statistics
 from tplora.collectives import gather_last_dim
+from tplora.errors import ShardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,17 @@ class _Recipe:
     changes: tuple[Change, ...] = ()
     has_graph: bool = True
     """False once it was detached."""
+    versions: tuple[int, ...] = ()
+    """How often each tensor had been written to when the model ran."""
+
+    def check_unchanged(self) -> None:
+        """Raises ShardError if logits would be those of another model by now."""
+        if self.versions != _versions(self.project):
+            raise ShardError(
+                "logits: are computed when they are read, and the head's weights have changed "
+                "since the model ran; read them before an optimizer steps and before an adapter is "
+                "merged, or run the model again without labels in evaluation mode"
+            )
 
     def takes_gradient(self) -> bool:
         """Whether logits that were computed now would have a graph."""
@@ -76,6 +88,7 @@ class _Recipe:
 
     def statistics(self, labels: torch.Tensor) -> LabelStatistics:
         """Of each row, ``[N]`` labels for ``[N, H]`` inputs. Collective, one all-gather."""
+        self.check_unchanged()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
             return label_statistics(
                 self.inputs,
@@ -89,6 +102,7 @@ class _Recipe:
 
     def whole(self) -> torch.Tensor:
         """``[..., V]``, as the model's own head gives them. Collective, one all-gather."""
+        self.check_unchanged()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
             z = self.project(*self.inputs, *self.project.parameters)
             if self.shard.group is not None:
@@ -148,4 +162,10 @@ def deferred(
 ) -> DeferredLogits:
     """The logits of a head of which this rank holds ``shard``; nothing is computed yet."""
     assert project.inputs[0].shape == hidden.shape
-    return DeferredLogits.of(_Recipe(project, shard, project.inputs), dtype)
+    recipe = _Recipe(project, shard, project.inputs, versions=_versions(project))
+    return DeferredLogits.of(recipe, dtype)
+
+
+def _versions(project: Projection) -> tuple[int, ...]:
+    given = (*project.inputs, *project.parameters)
+    return tuple(0 if one.is_inference() else one._version for one in given)

@@ -128,11 +128,11 @@ class _LabelStatistics(torch.autograd.Function):
         partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((7, 0))
         stats = _combine(_gather(partial, head.group))
         ctx.head = head
-        ctx.save_for_backward(own, stats["lse"], stats["entropy"], *tensors)
+        ctx.save_for_backward(own, stats["max"], stats["log_total"], stats["entropy"], *tensors)
         outputs = (
-            stats["label"] - stats["lse"],
+            (stats["label"] - stats["max"]) - stats["log_total"],
             stats["entropy"],
-            stats["lse"],
+            stats["max"] + stats["log_total"],
             stats["sum"] / head.vocab_size,
             stats["log_sum_sq_probs"],
             stats["top"] == labels,
@@ -143,11 +143,12 @@ class _LabelStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        own, lse, entropy, *tensors = ctx.saved_tensors
+        own, *statistics = ctx.saved_tensors[:4]
+        tensors = ctx.saved_tensors[4:]
         head: _Head = ctx.head
         wanted = ctx.needs_input_grad[2:]
-        grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
-        per_token = (lse, entropy, *grad_outputs[:_NUM_DIFFERENTIABLE])
+        grads = [_zeros(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
+        per_token = (*statistics, *grad_outputs[:_NUM_DIFFERENTIABLE])
         for rows, pieces in head.chunks(tuple(tensors)):
             leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
             with torch.enable_grad():
@@ -162,7 +163,13 @@ class _LabelStatistics(torch.autograd.Function):
             ]
             for total, part in zip(totals, fresh, strict=True):
                 total.add_(part)
-        return (None, None, *grads)
+        narrow = (None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
+        return (None, None, *narrow)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Where a gradient is summed over chunks: in float32 at least."""
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +185,8 @@ def _grad_logits(
     logits: torch.Tensor,
     own: torch.Tensor,
     vocab_size: int,
-    lse: torch.Tensor,
+    largest: torch.Tensor,
+    log_total: torch.Tensor,
     entropy: torch.Tensor,
     d_log_probs: torch.Tensor,
     d_entropy: torch.Tensor,
@@ -190,7 +198,7 @@ def _grad_logits(
     d log p(label) / dz_v = [v is label] - p_v,   d entropy / dz_v = - p_v (log p_v + entropy),
     d lse / dz_v = p_v,   d mean / dz_v = 1 / V
     """
-    log_p = logits - lse
+    log_p = (logits - largest) - log_total  # in this order, no digit is lost to a large logit
     grad = log_p.exp().mul_(d_lse - d_log_probs - d_entropy * (log_p + entropy))
     grad += d_mean / vocab_size
     columns, is_here = _own_labels(own, logits.shape[1])
@@ -200,18 +208,19 @@ def _grad_logits(
 def _partial_statistics(logits: torch.Tensor, own: torch.Tensor, vocab_start: int) -> torch.Tensor:
     """Seven numbers a token from this rank's part: ``[7, n]``.
 
-    max m, sum e^(z-m), sum z e^(z-m), sum z, sum e^2(z-m), the label's z (-inf if elsewhere), and
-    the place of m in the whole vocabulary, exact in float32 up to 2^24 tokens.
+    max m, sum e^(z-m), sum (z-m) e^(z-m), sum z, sum e^2(z-m), the label's z (-inf if elsewhere),
+    and the place of m in the whole vocabulary, exact in float32 up to 2^24 tokens.
     """
     top, place = logits.max(dim=-1)
-    weights = (logits - top[:, None]).exp()
+    below = logits - top[:, None]
+    weights = below.exp()
     columns, is_here = _own_labels(own, logits.shape[1])
     label = logits.gather(1, columns).masked_fill(~is_here, -math.inf).squeeze(1)
     return torch.stack(
         [
             top,
             weights.sum(-1),
-            (weights * logits).sum(-1),
+            (weights * below).sum(-1),
             logits.sum(-1),
             weights.square().sum(-1),
             label,
@@ -232,13 +241,15 @@ def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
 def _combine(parts: torch.Tensor) -> dict[str, torch.Tensor]:
     """Statistics over the whole vocabulary from those of its parts ``[P, 7, N]``."""
     top, rank = parts[:, 0].max(dim=0)  # of equal maxima the first, as argmax has it
-    rescale = (parts[:, 0] - top).exp()
+    below = parts[:, 0] - top
+    rescale = below.exp()
     total = (parts[:, 1] * rescale).sum(0)
-    lse = total.log() + top
+    mean_below = ((parts[:, 2] + below * parts[:, 1]) * rescale).sum(0) / total
     return {
         "top": parts[:, 6].gather(0, rank[None])[0].long(),
-        "lse": lse,
-        "entropy": lse - (parts[:, 2] * rescale).sum(0) / total,
+        "max": top,
+        "log_total": total.log(),
+        "entropy": total.log() - mean_below,
         "sum": parts[:, 3].sum(0),
         "log_sum_sq_probs": ((parts[:, 4] * rescale.square()).sum(0) / total.square()).log(),
         "label": parts[:, 5].max(dim=0).values,
