@@ -130,8 +130,9 @@ class CountsOnce:
 
     def _count_tokens(self: Any, inputs: dict[str, Any], before: int) -> None:
         """What trl would count as often as a tp group has ranks, or divide by that."""
-        if self.model.training and "attention_mask" in inputs:
-            own = self._own_mask(inputs).sum()
+        if self.model.training:
+            is_padded = "attention_mask" in inputs  # packed rows have none, and no padding
+            own = self._own_mask(inputs).sum() if is_padded else _count(inputs["input_ids"])
             self._total_train_tokens = before + int(self._gather_ranks(own).sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
@@ -186,6 +187,10 @@ class CountsOnce:
             sums = self._data.gather(torch.stack([loss.detach() * own, own])).view(-1, 2).sum(0)
             loss = sums[0] / sums[1].clamp(min=1)
         return loss, logits, labels
+
+
+def _count(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(tokens.numel(), device=tokens.device)
 
 
 def _length(dataset: Any) -> int | None:

@@ -134,7 +134,7 @@ class _LabelStatistics(torch.autograd.Function):
         ]
         partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((7, 0))
         stats = _combine(_gather(partial, head.group))
-        ctx.head = head
+        ctx.head, ctx.autocast = head, _autocast_of(tensors[0])
         ctx.save_for_backward(own, stats["lse"], stats["entropy"], *tensors)
         outputs = (
             stats["label"] - stats["lse"],
@@ -154,7 +154,7 @@ class _LabelStatistics(torch.autograd.Function):
         grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
         for rows, pieces in head.chunks(tuple(tensors)):
             leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 logits = head.logits(tuple(leaves))
             grad_logits = _grad_logits(
                 logits.detach(),
@@ -170,6 +170,16 @@ class _LabelStatistics(torch.autograd.Function):
             for total, part in zip(totals, fresh, strict=True):
                 total.add_(part)
         return (None, None, *grads)
+
+
+def _autocast_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """How products are rounded here, for backward, which torch runs without autocast."""
+    kind = tensor.device.type
+    return {
+        "device_type": kind,
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+    }
 
 
 def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
