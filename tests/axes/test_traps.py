@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from accelerate.state import GradientState
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from tests.adapter.models import tokens
@@ -152,6 +153,20 @@ def test_what_cannot_be_shared_out_is_refused_by_name(settings, message):
     fine = _Args(packing=True, dataloader_drop_last=True)
     _check_arguments(fine)
     assert fine.accelerator_config.dispatch_batches is False
+
+
+def _trained_are_dtensors(mesh, path):
+    """Trainer averages what is trained and no DTensor over all ranks, tp ranks among them."""
+    asked = {} if mesh.fsdp_size > 1 else {"modules_to_save": ["norm"], "use_dora": True}
+    model = load_on(mesh, path, lora(**asked))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert not [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+
+
+@pytest.mark.parametrize("mesh", [BOTH, SHARDED], ids=str)
+def test_nothing_trained_is_left_to_the_trainer_to_average(world4, checkpoint, mesh):
+    world4.run(_trained_are_dtensors, mesh, checkpoint("llama", **CUT))
 
 
 # ---- cost

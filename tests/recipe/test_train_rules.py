@@ -87,11 +87,12 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ("packing = true", "not checked with every attention backend"),
         ("padding_free = true", "not checked with every attention backend"),
         ("bf16 = true", 'model.dtype = "bfloat16"'),
+        ("bf16_full_eval = true", 'model.dtype = "bfloat16"'),
         ('deepspeed = "ds.json"', "the mesh is built from [parallel]"),
         ('fsdp = "full_shard"', "the mesh is built from [parallel]"),
         ("push_to_hub = true", "set export.push_to_hub"),
         ('resume_from_checkpoint = "x"', "tplora finetune RECIPE --resume"),
-        ("torch_compile = true", "is not checked"),
+        ("torch_compile = true", "cuts each layer into some 14 graphs"),
         ("model_init_kwargs = { a = 1 }", "move them there"),
         ("dataloader_prefetch_factor = 2", "needs dataloader_num_workers"),
     ],
@@ -111,7 +112,8 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "line",
-    ["packing = false", "bf16 = false", 'optim = "sgd"', 'report_to = ["none"]', "tf32 = true",
+    ["packing = false", "bf16 = false", 'optim = "sgd"', 'report_to = ["none"]',
+     "tf32 = true",
      'save_strategy = "steps"\nsave_only_model = true', 'save_strategy = "epoch"',
      "learning_rate = 1", "max_grad_norm = 0",
      "warmup_steps = 0.1", "lr_scheduler_kwargs = { num_cycles = 2 }", "logging_steps = 0.1"],

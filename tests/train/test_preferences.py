@@ -25,7 +25,7 @@ KTO = Preferring(method="kto", num_rows=12)
 CLOCK = ("num_input_tokens_seen",)
 MESHES = [
     Mesh(tp_size=2),
-    Mesh(tp_size=3),
+    pytest.param(Mesh(tp_size=3), marks=pytest.mark.slow),
     Mesh(fsdp_size=2),
     Mesh(tp_size=2, dp_replicate_size=2),
 ]
@@ -96,6 +96,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_of_dpo_equal_one_process(world_of, plain, checkpoint, tmp_path, name):
     setup = replace(DPO, max_steps=3, has_eval=False, changes=OTHERS[name])
@@ -116,6 +117,7 @@ def test_dropout_is_disabled_as_trl_does_it(world_of, plain, checkpoint, tmp_pat
         assert_same(found, plain(setup), but=CLOCK)
 
 
+@pytest.mark.slow
 def test_trls_own_head_gives_the_same_numbers_to_float32(alone, plain, checkpoint, tmp_path):
     """Without Adam, which makes large steps of what rounding leaves of a gradient that is zero.
 

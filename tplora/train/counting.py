@@ -133,9 +133,11 @@ class CountsOnce:
 
     def _count_tokens(self: Any, inputs: dict[str, Any], before: int) -> None:
         """What trl would count as often as a tp group has ranks, or divide by that."""
-        if self.model.training and "attention_mask" in inputs:
+        if self.model.training:
+            is_padded = "attention_mask" in inputs  # packed rows have none, and no padding
+            own = self._own_mask(inputs).sum() if is_padded else _count(inputs["input_ids"])
             self._total_train_tokens = before
-            self._uncounted_tokens = self._uncounted_tokens + self._own_mask(inputs).sum()
+            self._uncounted_tokens = self._uncounted_tokens + own
 
     def _gather_pending(self, tensor: torch.Tensor) -> PendingNumber:
         return PendingNumber(self._gather_ranks(tensor))
@@ -212,6 +214,10 @@ class CountsOnce:
             sums = self._data.gather(torch.stack([loss.detach() * own, own])).view(-1, 2).sum(0)
             loss = sums[0] / sums[1].clamp(min=1)
         return loss, logits, labels
+
+
+def _count(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(tokens.numel(), device=tokens.device)
 
 
 def _length(dataset: Any) -> int | None:

@@ -127,7 +127,7 @@ class _LabelStatistics(torch.autograd.Function):
         ]
         partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((7, 0))
         stats = _combine(_gather(partial, head.group))
-        ctx.head = head
+        ctx.head, ctx.autocast = head, _autocast_of(tensors[0])
         ctx.save_for_backward(own, stats["max"], stats["log_total"], stats["entropy"], *tensors)
         outputs = (
             (stats["label"] - stats["max"]) - stats["log_total"],
@@ -151,7 +151,7 @@ class _LabelStatistics(torch.autograd.Function):
         per_token = (*statistics, *grad_outputs[:_NUM_DIFFERENTIABLE])
         for rows, pieces in head.chunks(tuple(tensors)):
             leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 logits = head.logits(tuple(leaves))
             of_rows = (one[rows, None] for one in per_token)
             grad_logits = _grad_logits(logits.detach(), own[rows], head.vocab_size, *of_rows)
@@ -170,6 +170,16 @@ class _LabelStatistics(torch.autograd.Function):
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     """Where a gradient is summed over chunks: in float32 at least."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _autocast_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """How products are rounded here, for backward, which torch runs without autocast."""
+    kind = tensor.device.type
+    return {
+        "device_type": kind,
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+    }
 
 
 def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,109 @@
+"""Ways to train that save memory or time, or measure: over tp and data the run is that of one.
+
+Metrics of an evaluation, both ways to checkpoint activations, packed rows, autocast, compiled
+layers.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.axes.running import Mesh, assert_same, results, trainer_on
+from tests.models import CUT, InDouble, batches, load, lora
+from tests.train.training import Setup
+
+pytestmark = pytest.mark.world
+
+SETUP = Setup(batch_size=4, eval_batch_size=4, max_steps=3)
+MESHES = [Mesh(tp_size=2), Mesh(dp_replicate_size=2)]
+
+
+def _metrics(found):
+    """Of each token of each row once: how often the likeliest is the label, and how many rows."""
+    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    labels, kept = found.label_ids[:, 1:], found.label_ids[:, 1:] != -100
+    right = (logits.argmax(-1)[:, :-1] == labels)[kept]
+    return {"right": right.mean(), "rows": len(labels), "size": np.abs(logits[:, :-1][kept]).mean()}
+
+
+WAYS = {
+    "metrics": replace(SETUP, has_eval=True),
+    "reentrant": replace(SETUP, arguments=(("gradient_checkpointing", True),)),
+    "packing": replace(
+        SETUP, num_rows=40, arguments=(("packing", True), ("dataloader_drop_last", True))
+    ),
+}
+
+
+def _run(mesh, path, folder, way):
+    setup, more = WAYS[way], {}
+    if way == "metrics":
+        more = {"compute_metrics": _metrics}
+    if way == "reentrant":
+        how = ("gradient_checkpointing_kwargs", {"use_reentrant": True})
+        setup = replace(setup, arguments=(*setup.arguments, how))
+    trainer = trainer_on(mesh, path, folder, setup, **more)
+    with InDouble():
+        trainer.train()
+    return results(trainer)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_of_training_is_that_of_one_process(world2, alone, checkpoint, tmp_path, way, mesh):
+    path = checkpoint("llama", **CUT)
+    wanted = alone.run(_run, Mesh(), path, tmp_path / "alone", way)[0]
+    assert way != "metrics" or {"eval_right", "eval_rows", "eval_size"} <= set().union(*wanted[0])
+    for found in world2.run(_run, mesh, path, tmp_path, way):
+        assert_same(found, wanted)
+
+
+def _gradients(path, is_autocast):
+    """Gradients of every factor, in float32, of a float32 base."""
+    config = lora(init_lora_weights=False)  # or A has no gradient
+    model, batch = load(path, config, dtype=torch.float32), batches(1)[0]
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        loss = model(**batch).loss
+    loss.backward()
+    grads = {}
+    for name, factor in model.factors().items():
+        grad = factor.parameter.grad
+        grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return grads
+
+
+def _error(found, truth):
+    return float(np.median([(found[n] - truth[n]).norm() / truth[n].norm() for n in truth]))
+
+
+def test_autocast_rounds_no_worse_than_twice_one_process(world2, alone, checkpoint):
+    """To the bound of a bfloat16 base: twice the error that one process makes."""
+    path = checkpoint("llama", **CUT)
+    truth = alone.run(_gradients, path, False)[0]
+    own = _error(alone.run(_gradients, path, True)[0], truth)
+    assert 1e-4 < own < 0.1
+    for found in world2.run(_gradients, path, True):
+        assert _error(found, truth) <= 2 * own
+
+
+def _compiled(path):
+    """How far the gradients of compiled layers are from the others'."""
+    config = lora(init_lora_weights=False)  # or A has no gradient
+    model, batch = load(path, config, dtype=torch.float32), batches(1)[0]
+    found = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            for layer in model.get_base_model().model.layers:
+                layer.compile(backend="aot_eager")
+        model.zero_grad()
+        model(**batch).loss.backward()
+        found.append({n: f.parameter.grad.full_tensor() for n, f in model.factors().items()})
+    return max(float((found[1][n] - found[0][n]).abs().max()) for n in found[0])
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_gradients(world2, checkpoint):
+    for difference in world2.run(_compiled, checkpoint("llama", **CUT), timeout_s=120):
+        assert difference < 1e-6
