@@ -15,6 +15,7 @@ def path(tmp_path_factory):
     return write_model("llama", tmp_path_factory.mktemp("steps") / "llama", **CHANGES)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_implementations_step_in_turn_on_the_same_work(path):
     work = Work(path, 2, length=16)

@@ -1,7 +1,10 @@
 """Bytes and collectives of a step on each axis, over 1 to 4 processes: predicted is measured."""
 
+from io import StringIO
+
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 from transformers import AutoConfig
 
 from tests.rehearsal.measure import RealStep
@@ -9,6 +12,7 @@ from tests.rehearsal.models import lora, write_model
 from tplora.plan.axes import Axes
 from tplora.plan.axes_cost import bucket_bytes
 from tplora.plan.build import build_plan
+from tplora.plan.report import render_plan
 from tplora.plan.step_cost import Batch
 from tplora.plan.step_report import peak_bytes, step_facts
 from tplora.plan.traffic import gathered_bytes, step_traffic
@@ -90,3 +94,19 @@ def test_sharing_the_base_out_lowers_the_peak_by_what_is_not_gathered(path):
     assert cost.peak - cost.weights < shared < alone + cost.weights
     assert alone == cost.peak
     assert gathered_bytes(plan, 64) > cost.weights
+
+
+def test_experts_are_counted_once_a_step_was_run_through(tmp_path):
+    path = write_model("qwen3_moe", tmp_path / "moe")
+    config = AutoConfig.from_pretrained(path)
+    plan, axes = build_plan(config, lora(), tp_size=2), Axes(tp_size=2)
+    facts = step_facts(plan, axes, rehearse(plan, config, lora(), BATCH), num_micro_batches=1)
+    assert "not counted" in _shown(render_plan(plan, axes))
+    assert "not counted" not in _shown(render_plan(plan, axes, facts))
+    assert "bytes and collectives" in _shown(render_plan(plan, axes, facts))
+
+
+def _shown(table):
+    console = Console(width=100, file=StringIO())
+    console.print(table)
+    return console.file.getvalue()

@@ -75,7 +75,9 @@ def render_plan(
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for name, value in [*_facts(plan), *(axes_facts(plan, axes) if axes else ()), *predicted]:
+    counted = any(name == "bytes and collectives" for name, _ in predicted)
+    own = _facts(plan, is_counted_elsewhere=counted)
+    for name, value in [*own, *(axes_facts(plan, axes) if axes else ()), *predicted]:
         facts.add_row(name, value)
     return Group(table, _coverage(plan), facts)
 
@@ -156,7 +158,7 @@ def _shape(tensor: TensorPlan, tp_size: int) -> str:
     return f"[{', '.join(sizes)}]"
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+def _facts(plan: Plan, *, is_counted_elsewhere: bool) -> list[tuple[str, str]]:
     count = count_collectives(plan)
     total = sum(parameter.numel for parameter in plan.facts.parameters)
     base = base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes)
@@ -177,7 +179,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     missed = say_missed_experts(plan)
     if missed:
         rows.append(("experts", missed))
-    if plan.tp_size > 1:
+    if plan.tp_size > 1 and (count is not None or not is_counted_elsewhere):
         rows.append(
             (
                 "collectives per step",

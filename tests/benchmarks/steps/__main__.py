@@ -38,4 +38,4 @@ def main(stock: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if sys.argv[1:] else ".stock-venv"))
+    main(Path(sys.argv[1]) if sys.argv[1:] else Path(tempfile.gettempdir(), "tplora-stock-venv"))

@@ -72,6 +72,8 @@ class Ranks:
             assert proc.stdin
             proc.stdin.close()
         for proc in self._procs:
+            assert proc.stdout
+            proc.stdout.close()
             proc.wait(30)
 
     def ask(self, what: str) -> list[Any]:
