@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from tplora.train.loss import HeadSettings, label_statistics
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tplora.adapter.attach import attach_adapter
+from tplora.adapter.head.statistics import label_statistics
 from tplora.base.load import load_base
 from tplora.rehearsal.live_bytes import LiveBytes
 
@@ -118,7 +118,6 @@ def loss(size: Size, device: torch.device) -> dict[str, Any]:
             F.linear,
             vocab_start=0,
             vocab_size=size.head_vocab,
-            settings=HeadSettings(temperature=1.0, softcap=None, scale=1.0),
             group=None,
         )
         total = -found.log_probs.mean()
