@@ -182,10 +182,10 @@ def _enable_checkpointing(model: nn.Module, kind: str | None) -> None:
     if kind == "reentrant":
         base.enable_input_require_grads()
     for module in (part for layer in base.model.layers for part in layer.children()):
-        module.forward = _in_double(module.forward)
+        module.forward = in_double(module.forward)
 
 
-def _in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
+def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     """For what is computed again in backward, where torch has closed the mode."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

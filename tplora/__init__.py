@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from tplora.recipe.check import read_recipe
     from tplora.run.finetune import run_finetune
     from tplora.train.parallelism import parallelism_config
-    from tplora.train.trainer import TploraSFTTrainer
+    from tplora.train.trainer import TploraDPOTrainer, TploraKTOTrainer, TploraSFTTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Plan": "tplora.plan.build",
+    "TploraDPOTrainer": "tplora.train.trainer",
     "TploraError": "tplora.errors",
+    "TploraKTOTrainer": "tplora.train.trainer",
     "TploraModel": "tplora.adapter.model",
     "TploraSFTTrainer": "tplora.train.trainer",
     "attach_adapter": "tplora.adapter.attach",
@@ -62,7 +64,9 @@ _HOMES = {
 
 __all__ = [
     "Plan",
+    "TploraDPOTrainer",
     "TploraError",
+    "TploraKTOTrainer",
     "TploraModel",
     "TploraSFTTrainer",
     "attach_adapter",

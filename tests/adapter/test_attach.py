@@ -10,6 +10,7 @@ from peft import PeftModelForCausalLM
 
 from tests.adapter.models import SEED, TARGETS, load_plain, load_tplora, lora, tokens
 from tests.communication import count_collectives
+from tests.models import InDouble
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.tiny import NAMES
 from tests.world import RankError
@@ -64,7 +65,8 @@ def _model_equals_plain_peft(path: str, targets: Any) -> None:
     model = load_tplora(path, target_modules=targets)
     plain = load_plain(path, target_modules=targets)
     rows = tokens()
-    outputs = [one(input_ids=rows, labels=rows) for one in (model, plain)]
+    with InDouble():
+        outputs = [one(input_ids=rows, labels=rows) for one in (model, plain)]
     for output in outputs:
         output.loss.backward()
     found, wanted = (output.logits.detach() for output in outputs)
@@ -156,7 +158,8 @@ def _second_adapter(path: str) -> None:
         one.to(torch.float64)  # a second adapter is drawn in float32
         one.set_adapter("second")
     rows = tokens()
-    outputs = [one(input_ids=rows, labels=rows) for one in (model, plain)]
+    with InDouble():
+        outputs = [one(input_ids=rows, labels=rows) for one in (model, plain)]
     for output in outputs:
         output.loss.backward()
     found, wanted = (output.logits.detach() for output in outputs)

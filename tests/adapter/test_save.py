@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.adapter.models import load_plain, load_tplora, tokens
 from tests.communication import Recorded
+from tests.models import InDouble
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tplora.adapter.base_record import BASE_RECORD
 from tplora.adapter.save import gather_factors, save_adapter
@@ -199,7 +200,8 @@ def _trained_then_saved(path: str, folder: str) -> None:
     model, plain = load_tplora(path), load_plain(path)
     rows = tokens()
     for one in (model, plain):
-        one(input_ids=rows, labels=rows).loss.backward()
+        with InDouble():
+            one(input_ids=rows, labels=rows).loss.backward()
         trained = [p for p in one.parameters() if p.requires_grad]
         torch.optim.SGD(trained, lr=0.5).step()
     for name, factor in model.factors().items():

@@ -57,7 +57,7 @@ class _Recipe:
     """``[..., H]``: what the head multiplies with; dropped already, for each adapter."""
     changes: tuple[Change, ...] = ()
     has_graph: bool = True
-    """False once it was detached."""
+    """False once it was detached, or made where no gradient is kept."""
     versions: tuple[int, ...] = ()
     """How often each tensor had been written to when the model ran."""
 
@@ -121,7 +121,8 @@ class DeferredLogits(DeferredTensor):
 
     @staticmethod
     def of(recipe: _Recipe, dtype: torch.dtype) -> DeferredLogits:
-        """Logits by ``recipe``, which says their size."""
+        """Logits by ``recipe``, which says their size; without a graph if none is kept now."""
+        recipe = replace(recipe, has_graph=recipe.has_graph and torch.is_grad_enabled())
         shape = (*recipe.inputs[0].shape[:-1], recipe.shard.vocab_size)
         made = DeferredLogits.empty(shape, dtype, recipe.inputs[0].device, recipe.takes_gradient())
         made.recipe, made.known = recipe, None
