@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.adapter.models import load_plain, load_tplora, tokens
+from tests.models import InDouble
 from tests.parity import assert_is_shard
 from tplora.adapter.factor import Factor, shard_full
 from tplora.errors import ShardError
@@ -98,15 +99,18 @@ def _moved(path: str) -> None:
     model, plain = load_tplora(path), load_plain(path)
     rows = tokens()
     for one in (model, plain):
-        one(input_ids=rows, labels=rows).loss.backward()
+        with InDouble():
+            one(input_ids=rows, labels=rows).loss.backward()
         one.zero_grad()
         one.to(torch.float32)
         one.to(torch.float64)
-        one(input_ids=rows, labels=rows).loss.backward()
+        with InDouble():
+            one(input_ids=rows, labels=rows).loss.backward()
         trained = [p for p in one.parameters() if p.requires_grad]
         torch.optim.SGD(trained, lr=0.5).step()
     _assert_factors(model, plain)
-    losses = [one(input_ids=rows, labels=rows).loss.detach() for one in (model, plain)]
+    with InDouble():
+        losses = [one(input_ids=rows, labels=rows).loss.detach() for one in (model, plain)]
     assert_is_shard(shard=losses[0], full=losses[1], dim=None, what="loss", atol=1e-11)
 
 

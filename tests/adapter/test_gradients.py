@@ -11,6 +11,7 @@ from accelerate.state import GradientState
 
 from tests.adapter.models import load_plain, load_tplora, tokens
 from tests.communication import Recorded
+from tests.models import InDouble, in_double
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
 from tplora.adapter import gradients
@@ -33,7 +34,8 @@ def _synced(is_last: bool) -> Iterator[None]:
 
 def _loss(model: Any, k: int = 0) -> torch.Tensor:
     rows = tokens(seed=20 + k)
-    return model(input_ids=rows, labels=rows).loss
+    with InDouble():
+        return model(input_ids=rows, labels=rows).loss
 
 
 def _assert_grads(model: Any, plain: Any, *, when: str) -> None:
@@ -143,6 +145,10 @@ def _checkpointed(path: str, use_reentrant: bool, num_micro: int) -> None:
     model, plain = load_tplora(path), load_plain(path)
     model.enable_input_require_grads()
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for part in (
+        part for layer in model.get_base_model().model.layers for part in layer.children()
+    ):
+        part.forward = in_double(part.forward)
     model.train()
     for k in range(num_micro):
         with _synced(k == num_micro - 1):
