@@ -95,7 +95,7 @@ def test_the_table_and_the_coverage_name_what_is_trained():
     text = plan_text(plan)
     assert "trained whole" in text
     assert "bias trained" in text
-    assert "not counted for this kind of model" in text
+    assert "not counted from the plan" in " ".join(text.split())
     rows = {row.role: row for row in count_coverage(plan)}
     assert rows["head"].num_adapted == 1
     assert rows["other"].num_adapted == 1 + 4

@@ -175,6 +175,8 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 def _autocast_of(tensor: torch.Tensor) -> dict[str, Any]:
     """How products are rounded here, for backward, which torch runs without autocast."""
     kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind):  # such as meta, on which nothing is rounded
+        return {"device_type": "cpu", "enabled": False}
     return {
         "device_type": kind,
         "dtype": torch.get_autocast_dtype(kind),
