@@ -11,7 +11,7 @@ from tests.benchmarks.gpu.two_ranks import compare
 
 CPU = torch.device("cpu")
 TOY = Size(
-    hidden=64, ffn=128, heads=4, kv_heads=2, layers=1, vocab=96, length=16, r=4,
+    hidden=64, ffn=128, heads=4, kv_heads=2, layers=1, vocab=16, length=16, r=4,
     head_vocab=300, head_tokens=20, dtype=torch.float32, repeats=2,
 )  # fmt: skip
 
