@@ -23,6 +23,7 @@ __all__ = ["place"]
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_recipe_is_timed_and_nothing_of_it_is_kept(place):
     before = sorted(path.name for path in place.iterdir())
     (place / "bench.toml").write_text(RECIPE)

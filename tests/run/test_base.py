@@ -90,7 +90,7 @@ def test_a_damaged_record_is_an_error_of_ours(tmp_path, values):
     with pytest.raises(ArtifactError, match="does not say how the base was loaded"):
         find_base(adapter, adapter)
     (adapter / BASE_RECORD).write_text('{"dtype": ')
-    with pytest.raises(ArtifactError, match="does not say how the base was loaded"):
+    with pytest.raises(ArtifactError, match="is not JSON"):
         find_base(adapter, adapter)
 
 

@@ -83,6 +83,7 @@ def test_what_is_saved_is_the_best_adapter_and_not_the_reference(place, cut):
     assert "the checkpoints of 4 steps" in card
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_best_adapter(place, cut, tmp_path):
     run = tmp_path / "killed"
     shutil.copytree(cut, run)

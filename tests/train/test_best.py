@@ -33,7 +33,12 @@ BEST = Setup(
     ),
 )
 """A few random rows are learned by heart: on others the loss rises after the first steps."""
-MESHES = [Mesh(tp_size=2), Mesh(tp_size=3), Mesh(fsdp_size=2), Mesh(tp_size=2, dp_replicate_size=2)]
+MESHES = [
+    Mesh(tp_size=2),
+    pytest.param(Mesh(tp_size=3), marks=pytest.mark.slow),
+    Mesh(fsdp_size=2),
+    pytest.param(Mesh(tp_size=2, dp_replicate_size=2), marks=pytest.mark.slow),
+]
 
 
 def _run(mesh, path, folder, setup, resumed=None, patience=None):
@@ -94,7 +99,9 @@ def _resume_without_best(mesh, path, folder):
         _run(mesh, path, folder, BEST, folder / "checkpoint-5")
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp_size=2), Mesh(fsdp_size=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp_size=2), pytest.param(Mesh(fsdp_size=2), marks=pytest.mark.slow)], ids=str
+)
 def test_every_rank_stops_early_at_the_same_step_resumed_or_not(
     world_of, checkpoint, tmp_path, mesh
 ):

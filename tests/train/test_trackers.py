@@ -70,7 +70,13 @@ def _same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(tp_size=2), Mesh(dp_replicate_size=2), Mesh(tp_size=2, fsdp_size=2)], ids=str
+    "mesh",
+    [
+        Mesh(tp_size=2),
+        Mesh(dp_replicate_size=2),
+        pytest.param(Mesh(tp_size=2, fsdp_size=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_one_rank_tells_the_trackers_the_numbers_of_one_process(
     world_of, alone, checkpoint, tmp_path, mesh

@@ -17,7 +17,7 @@ from tests.train.training import Setup
 pytestmark = pytest.mark.world
 
 SETUP = Setup(batch_size=4, eval_batch_size=4, max_steps=3)
-MESHES = [Mesh(tp_size=2), Mesh(dp_replicate_size=2)]
+MESHES = [Mesh(tp_size=2), pytest.param(Mesh(dp_replicate_size=2), marks=pytest.mark.slow)]
 
 
 def _metrics(found):
