@@ -54,6 +54,9 @@ def _limits(consumer):
         yield f"modules: `{consumer.modules}` (`{consumer.modules_source}`)"
     if consumer.model_types:
         yield f"bases: {', '.join(f'`{name}`' for name in consumer.model_types)}"
+    for name, needed in consumer.needs.items():
+        beside = " and ".join(f"`{one}`" for one in needed)
+        yield f"`{name}` only with {beside} beside it (`{consumer.needs_source}`)"
     if consumer.every_layer:
         yield "a module that is adapted has to be adapted in every layer, else it is dropped in all"
 

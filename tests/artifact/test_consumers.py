@@ -27,6 +27,7 @@ PATTERNS = ALL | {
 }
 KINDS = {
     "plain": ALL,
+    "q and v": {"target_modules": r".*\.(q_proj|v_proj)"},
     "rslora": ALL | {"use_rslora": True},
     "patterns": PATTERNS,
     "rslora with patterns": PATTERNS | {"use_rslora": True},
@@ -42,12 +43,20 @@ KINDS = {
     "pissa": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
 }
 # Which of them each consumer takes; the rest has to be refused.
-PLAIN = {"plain", "no bias", "rslora", "patterns", "rslora with patterns", "a pattern for names"}
+PLAIN = {
+    "q and v",
+    "plain",
+    "no bias",
+    "rslora",
+    "patterns",
+    "rslora with patterns",
+    "a pattern for names",
+}
 TAKEN = {
     "peft": {*KINDS},
     "transformers": {*KINDS} - {"dora", "pissa"},
     "vllm": PLAIN | {"ends", "one layer"},
-    "sglang": PLAIN | {"ends", "one layer", "rank 1024"},
+    "sglang": PLAIN - {"no bias", "a pattern for names"} | {"ends", "q and v"},
     "tgi": PLAIN | {"rank 1024"},
     "llama.cpp": PLAIN | {"ends", "one layer", "rank 1024"},
 }

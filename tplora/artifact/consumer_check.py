@@ -122,6 +122,7 @@ def _limits(adapter: AdapterFiles, consumer: Consumer) -> Iterator[str]:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         where = consumer.modules_source
         yield f"it adapts {unknown[0]}{more}: no such module is looked up ({where})"
+    yield from _missing_beside(adapter, consumer)
     if not adapter.pairs and consumer.title not in ("PEFT", "transformers' load_adapter"):
         yield "it holds no factors"
 
@@ -142,6 +143,20 @@ def _base_limits(adapter: AdapterFiles, consumer: Consumer, base: BaseFacts) -> 
     if consumer.writes == "gguf" and base.tie_word_embeddings:
         for part in {"head", "embedding"} & held.keys():
             yield f"it holds {PARTS[part]}, tied in the base: one tensor is both, and takes neither"
+
+
+def _missing_beside(adapter: AdapterFiles, consumer: Consumer) -> Iterator[str]:
+    modules = {pair.module for pair in adapter.pairs}
+    said = set()
+    for module in sorted(modules):
+        owner, _, name = module.rpartition(".")
+        for needed in consumer.needs.get(name, ()):
+            if f"{owner}.{needed}" not in modules and (name, needed) not in said:
+                said.add((name, needed))
+                yield (
+                    f"{module} is adapted and {needed} beside it is not: they are stacked, which "
+                    f"fails without it ({consumer.needs_source})"
+                )
 
 
 def _missing_layers(adapter: AdapterFiles, num_layers: int) -> Iterator[str]:

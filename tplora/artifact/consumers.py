@@ -73,6 +73,9 @@ class Consumer:
     """Of the base, to its name there; empty: any."""
     every_layer: bool = False
     """Whether a module that is adapted in one layer has to be in every layer."""
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """A module that is adapted to those beside it that have to be, too: it stacks them."""
+    needs_source: Source | None = None
     serve: str = ""
     """The command that takes what was written; {base}, {out} and {rank} are filled in."""
 
@@ -96,7 +99,8 @@ _CPP_SCALE = Source(_CPP, "215841fc0178", "src/llama-adapter.h")
 _SGL = "sgl-project/sglang"
 _SGL_CONFIG = Source(_SGL, "0ceb81fe4868", "python/sglang/srt/lora/lora_config.py")
 _SGL_NAMES = Source(_SGL, "01235a1633d1", "python/sglang/srt/lora/utils.py")
-_SGL_SCALE = Source(_SGL, "db2a4cc1f9e2", "python/sglang/srt/lora/lora.py")
+# A fork: of the main repository an older state of this file was at hand, of the same scaling.
+_SGL_LOAD = Source("amdpilot-org/sglang", "a91a89d0751d", "python/sglang/srt/lora/lora.py")
 
 _TGI = "huggingface/text-generation-inference"
 _TGI_LORA = Source(_TGI, "45d95bdccc9d", "server/text_generation_server/adapters/lora.py")
@@ -160,7 +164,7 @@ CONSUMERS: Mapping[str, Consumer] = {
         writes="peft",
         rules={
             **_server(_SGL_NAMES, _SGL_CONFIG),
-            "rslora": Rule("folded", "the scaling is lora_alpha / r", _SGL_SCALE),
+            "rslora": Rule("folded", "the scaling is lora_alpha / r", _SGL_LOAD),
             "patterns": Rule("folded", "an adapter with such patterns is refused", _SGL_CONFIG),
             "embedding": Rule("kept", "embed_tokens is a known module", _SGL_NAMES),
             "head": Rule("kept", "lm_head is a known module", _SGL_NAMES),
@@ -170,6 +174,13 @@ CONSUMERS: Mapping[str, Consumer] = {
         r"gate_proj|up_proj|gate_up_proj|down_proj|embed_tokens|lm_head|q_a_proj|q_b_proj|"
         r"kv_a_proj_with_mqa|kv_b_proj)",
         modules_source=_SGL_NAMES,
+        needs={
+            "q_proj": ("v_proj",),
+            "k_proj": ("q_proj", "v_proj"),
+            "v_proj": ("q_proj",),
+            "up_proj": ("gate_proj",),
+        },
+        needs_source=_SGL_LOAD,
         serve="python -m sglang.launch_server --model-path {base} --enable-lora "
         "--lora-paths NAME={out}",
     ),
