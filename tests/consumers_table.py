@@ -86,7 +86,18 @@ An adapter that brings more tokens than its base has is refused by all but PEFT 
 merge it. `--dtype float16` or `bfloat16` rounds what is written.
 
 For llama.cpp OUT holds `adapter.gguf`, in float32 if nothing else is asked, with the rows of q and
-k of Llama and Mistral in llama.cpp's order. A model in GGUF for it is made of the base.
+k of Llama and Mistral in llama.cpp's order.
+
+```text
+tplora export RUN --merged OUT.gguf
+```
+
+merges into one GGUF file, of Llama, Mistral, Qwen2 and Qwen3: the merge is made beside OUT.gguf,
+which takes room for both, and goes. `transformers` reads it back with the merged folder's own
+logits (`from_pretrained(FOLDER, gguf_file="OUT.gguf")`). A rotary embedding that is scaled (as in
+Llama 3.1), a window of attention, biases of Llama, and a tokenizer that is not a byte-level BPE
+which splits text as GPT-2, Llama 3, Qwen2 or SmolLM are refused by name: merge into a folder, and
+convert that with llama.cpp's own `convert_hf_to_gguf.py`.
 
 ## Rules and where they were read
 

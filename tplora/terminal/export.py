@@ -10,6 +10,7 @@ from tplora.run.card import write_merged_card
 from tplora.run.consumers import export_for
 from tplora.run.evaluate import say_merged_loss
 from tplora.run.export import find_parts, merge_parts
+from tplora.run.gguf_export import gguf_scratch
 from tplora.run.merging import base_to_merge_into
 from tplora.terminal.show import byte_bar, say
 
@@ -48,6 +49,24 @@ def merge_and_say(
     private: bool,
 ) -> None:
     """Merge adapters into their base, and say what came of it; the arguments are the command's."""
+    if merged.suffix == ".gguf":
+        with gguf_scratch(named, merged, base=base, overwrite=overwrite, push=push_to_hub) as place:
+            merge_and_say(
+                named,
+                place,
+                base=base,
+                others=others,
+                weight=weight,
+                dtype=dtype,
+                overwrite=False,
+                into=into,
+                evaluate=evaluate,
+                push_to_hub=None,
+                private=private,
+            )
+            say(f"writing {merged}")
+        say(f"merged model in GGUF: {merged}", style="green")
+        return
     if push_to_hub is not None:
         check_repo(push_to_hub, where="--push-to-hub")
     parts = find_parts(named, base=base, weight=weight, others=others, progress=say)
