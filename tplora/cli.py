@@ -224,7 +224,21 @@ def export(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run's folder, an adapter's, or a hub id.")
     ],
-    merged: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the merged model.")],
+    merged: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Folder of the merged model.")
+    ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="CONSUMER",
+            help="Check the adapter, not merged, by the rules of peft, transformers, vllm, sglang, "
+            "tgi or llama.cpp, and write what it takes to --out.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Folder of the adapter that --for writes.")
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(help="The base's folder or hub id.", show_default="what it was trained on"),
@@ -258,42 +272,38 @@ def export(
         bool, typer.Option("--public", help="Let everybody see the repository.")
     ] = False,
 ) -> None:
-    """Merge a run's adapter into its base: a model that needs no PEFT.
+    """Merge a run's adapter into its base, or write the adapter for what is to serve it.
 
-    Goes on where a merge that was stopped has been.
+    A merge goes on where one that was stopped has been.
     """
-    from tplora.artifact.push import check_repo, push_folder
-    from tplora.run.card import write_merged_card
-    from tplora.run.evaluate import say_merged_loss
-    from tplora.run.export import find_parts, merge_parts
-    from tplora.run.merging import base_to_merge_into
-    from tplora.terminal.show import byte_bar, say
+    if (merged is None) == (for_ is None) or (for_ is None) != (out is None):
+        raise typer.BadParameter(
+            "name one: where to merge to, or whom to write the adapter for and where to",
+            param_hint="--merged OUT | --for CONSUMER --out OUT",
+        )
+    if merged is None and (adapter or weight != 1.0 or into != "auto" or push_to_hub or public):
+        raise typer.BadParameter(
+            "belongs to --merged",
+            param_hint="--adapter | --weight | --into | --push-to-hub | --public",
+        )
+    from tplora.terminal.export import export_and_say, merge_and_say
 
-    if push_to_hub is not None:
-        check_repo(push_to_hub, where="--push-to-hub")
-    parts = find_parts(run, base=base, weight=weight, others=adapter or [], progress=say)
-    with (
-        base_to_merge_into(parts.base, merged, into=into, progress=say) as source,
-        byte_bar() as on_bytes,
-    ):
-        report = merge_parts(
-            parts.with_base(source.path),
+    if for_ is not None and out is not None:
+        export_and_say(run, for_, out, base=base, dtype=dtype, overwrite=overwrite)
+    elif merged is not None:
+        merge_and_say(
+            run,
             merged,
+            base=base,
             dtype=dtype,
             overwrite=overwrite,
-            progress=say,
-            on_bytes=on_bytes,
+            others=adapter or [],
+            weight=weight,
+            into=into,
+            evaluate=evaluate,
+            push_to_hub=push_to_hub,
+            private=not public,
         )
-    if report.unchanged:
-        say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
-    write_merged_card(Path(run), parts.adapter, parts.base.path, merged)
-    say(f"merged model: {merged}", style="green")
-    if push_to_hub is not None:
-        say(f"pushed: {push_folder(merged, push_to_hub, private=not public, progress=say)}")
-    if source.note:
-        say(source.note)
-        if evaluate:
-            say_merged_loss(Path(run), merged, parts.base, say=say)
 
 
 @app.command()

@@ -10,7 +10,14 @@ from peft import LoraConfig
 from tplora.artifact.adapter_dir import AdapterFiles
 from tplora.errors import ArtifactError
 
-__all__ = ["can_merge_into", "check_mergeable", "name_mismatch", "unmergeable_field"]
+__all__ = [
+    "INITS_THAT_LEAVE_THE_BASE",
+    "can_merge_into",
+    "check_mergeable",
+    "check_saved",
+    "name_mismatch",
+    "unmergeable_field",
+]
 
 # Used in the merge, or without influence on what the adapter computes once it is trained.
 _UNDERSTOOD = {
@@ -22,7 +29,7 @@ _UNDERSTOOD = {
     "use_dora", "use_rslora", "kasa_config",
 }  # fmt: skip
 # The other ways to initialise change the base's weights as well (PiSSA, OLoRA, LoftQ, CorDA ...).
-_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
+INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "orthogonal", "mica", "eva")
 
 
 _NEVER = ("alora_invocation_tokens", "arrow_config", "monteclora_config", "use_qalora")
@@ -52,7 +59,7 @@ def check_mergeable(adapter: AdapterFiles, *, is_alone: bool = True) -> None:
     for field in LoraConfig.__dataclass_fields__.values():
         value = getattr(adapter.config, field.name)
         if field.name == "init_lora_weights":
-            is_plain = value in _INITS_THAT_LEAVE_THE_BASE
+            is_plain = value in INITS_THAT_LEAVE_THE_BASE
         else:
             is_plain = field.name in _UNDERSTOOD or not value or value == _default(field)
         if not is_plain:

@@ -14,6 +14,7 @@ from tplora.saved.files import find_file
 __all__ = [
     "cast_in_config",
     "copy_side_files",
+    "copy_tokenizer",
     "grow_in_config",
     "untie_in_config",
     "write_index",
@@ -42,6 +43,14 @@ def copy_side_files(base: Path, adapter: Path, out: Path) -> None:
             _copy(path, out)
     for path in sorted(adapter.iterdir()):
         if has_own and _matches(path, _TOKENIZER):
+            _check_own(path)
+            _copy(path, out)
+
+
+def copy_tokenizer(adapter: Path, out: Path) -> None:
+    """Copy the files of an adapter's own tokenizer, if it has one."""
+    for path in sorted(adapter.iterdir()):
+        if _matches(path, _TOKENIZER):
             _check_own(path)
             _copy(path, out)
 

@@ -19,11 +19,11 @@ from tplora.run.folder import find_adapter
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Parts", "find_parts", "merge_parts"]
+__all__ = ["DTYPES", "Parts", "find_parts", "merge_parts"]
 
 _ADAPTER_FILES = ["adapter_*", "tokenizer*", "*.jinja", "*.model", "vocab.*", "merges.txt",
                   "added_tokens.json", "special_tokens_map.json"]  # fmt: skip
-_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +97,14 @@ def merge_parts(
     Raises:
         ArtifactError: If the dtype is none that a merge can write, or the merge fails.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise ArtifactError(f"--dtype {dtype}: is none of {', '.join(_DTYPES)}; choose one of them")
+    if dtype is not None and dtype not in DTYPES:
+        raise ArtifactError(f"--dtype {dtype}: is none of {', '.join(DTYPES)}; choose one of them")
     return merge_adapters(
         parts.base.path,
         parts.adapters,
         out,
         revision=parts.base.revision,
-        dtype=None if dtype is None else _DTYPES[dtype],
+        dtype=None if dtype is None else DTYPES[dtype],
         overwrite=overwrite,
         progress=progress,
         on_bytes=on_bytes,

@@ -1,0 +1,138 @@
+"""A model's folder as the one GGUF file that llama.cpp and transformers read: the Llama family.
+
+Weights are written one after another; norms and biases in float32, as llama.cpp computes them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from tplora.artifact.checkpoint import read_checkpoint
+from tplora.artifact.consumers import CONSUMERS
+from tplora.artifact.gguf_adapter import gguf_array, in_gguf_order
+from tplora.artifact.gguf_vocab import add_vocabulary
+from tplora.errors import ArtifactError
+from tplora.files import file_written_aside
+
+__all__ = ["check_gguf_model", "write_gguf_model"]
+
+_KINDS = {
+    torch.float32: gguf.LlamaFileType.ALL_F32,
+    torch.float16: gguf.LlamaFileType.MOSTLY_F16,
+    torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16,
+}
+_ELSE = "merge into a folder and convert that with llama.cpp's convert_hf_to_gguf.py"
+
+
+def check_gguf_model(where: str, config: Any) -> None:
+    """Refuse a model whose GGUF would not say all that its config says.
+
+    Raises:
+        ArtifactError: With every reason.
+    """
+    known = CONSUMERS["llama.cpp"].model_types
+    rope = getattr(config, "rope_parameters", None) or {}
+    reasons = []
+    if config.model_type not in known:
+        reasons.append(f"its model_type is {config.model_type!r}, {', '.join(known)} are written")
+    if rope.get("rope_type", "default") != "default":
+        reasons.append(f"its rotary embedding is scaled ({rope['rope_type']!r})")
+    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        reasons.append(f"its attention has a window (sliding_window = {config.sliding_window})")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        reasons.append(f"its hidden_act is {config.hidden_act!r}")
+    biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
+    reasons += [f"it has biases that transformers reads from no such GGUF ({n})" for n in biased]
+    if reasons:
+        raise ArtifactError(f"{where}: cannot be written as GGUF: {'; '.join(reasons)}; {_ELSE}")
+
+
+def write_gguf_model(
+    folder: Path, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
+    """Write the model in ``folder``, safetensors of transformers' names, as the file ``path``.
+
+    Args:
+        folder: Of the model.
+        path: Of the file; it appears whole.
+        dtype: float32, float16 or bfloat16; the config's own when left out.
+        overwrite: Replace the file.
+
+    Raises:
+        ArtifactError: If the model cannot be written exactly.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    check_gguf_model(str(folder), config)
+    kind = dtype or (config.dtype if config.dtype in _KINDS else torch.float32)
+    arch = CONSUMERS["llama.cpp"].model_types[config.model_type]
+    with file_written_aside(path, overwrite=overwrite) as aside:
+        writer = gguf.GGUFWriter(aside, arch)
+        _add_config(writer, config, _KINDS[kind])
+        add_vocabulary(writer, folder, config.vocab_size)
+        names = _names(folder, config, arch)
+        checkpoint = read_checkpoint(folder)
+        for name, own in names.items():
+            shape = checkpoint.tensors[name][1].shape
+            wide = len(shape) == 1 or kind is torch.float32
+            writer.add_tensor_info(
+                own,
+                list(shape),
+                np.dtype(np.float32),
+                int(np.prod(shape)) * (4 if wide else 2),
+                raw_dtype=gguf_array(torch.zeros(1, 1), torch.float32 if wide else kind)[1],
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in _read(checkpoint, names):
+            turned = in_gguf_order(tensor, name.rpartition(".")[0], config, arch)
+            array, _ = gguf_array(turned, torch.float32 if tensor.ndim == 1 else kind)
+            writer.write_tensor_data(array)
+        writer.close()
+
+
+def _add_config(writer: Any, config: Any, kind: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_type(gguf.GGUFType.MODEL)
+    # Not "mistral", which transformers 5.24 looks up in gguf, in vain; without a window it is Llama.
+    writer.add_name(config.model_type.title())
+    writer.add_file_type(kind)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base((config.rope_parameters or {})["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _names(folder: Path, config: Any, arch: str) -> dict[str, str]:
+    """A tensor's name in the folder to its name in GGUF, in the order of the file."""
+    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    table = gguf.get_tensor_name_map(key, config.num_hidden_layers)
+    found = {}
+    for name in read_checkpoint(folder).tensors:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        own = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if own is None:
+            raise ArtifactError(f"{folder}: GGUF has no name for {name}; {_ELSE}")
+        found[name] = own
+    return found
+
+
+def _read(checkpoint: Any, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        with safe_open(checkpoint.folder / checkpoint.tensors[name][0], framework="pt") as file:
+            yield name, file.get_tensor(name)
