@@ -8,7 +8,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from tests.artifact.tiny import change_tensors, write_adapter, write_base
 from tests.command import forked_tplora
@@ -55,7 +62,8 @@ def _logits(base, adapter=None):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", "`lora_bias=True` was passed")
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+        options = {"dtype": torch.float64, "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(base, **options)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
             found = model.load_adapter(adapter, "default")
@@ -402,3 +410,62 @@ def test_the_command_says_what_it_did(llama, phi3, tmp_path):
     twice = forked_tplora(*argv, "--add", "two=1", cwd=tmp_path)
     assert twice.returncode == 2
     assert "is named twice" in twice.stderr
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, vocab_size=50,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("mixtral")
+    MixtralForCausalLM(config).double().save_pretrained(folder)
+    return folder
+
+
+def test_experts_keep_their_order_in_a_sum_and_lose_what_is_said(mixtral, tmp_path):
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    one = write_adapter(mixtral, tmp_path / "one", target_modules=["q_proj"], **targets)
+    change_tensors(one, lambda tensors: {k: t.double() for k, t in tensors.items()})
+    out, found = _convert(one, tmp_path, weight=0.7, others={one: 0.3})
+    assert found.ranks == (8,)
+    said = _logits(mixtral, one)
+    _same(_logits(mixtral, out), said)
+    back, found = _convert(out, tmp_path, "back", r=4)
+    assert all(loss.relative < 1e-13 for loss in found.losses.values())
+    _same(_logits(mixtral, back), said)
+    renamed, _ = _convert(one, tmp_path, "renamed", prefixes={"model.": "model.text."})
+    again, _ = _convert(renamed, tmp_path, "again", prefixes={"model.text.": "model."})
+    _same(_logits(mixtral, again), said)
+    fitted, _ = _convert(one, tmp_path, "fitted", to_base=str(mixtral))
+    _same(_logits(mixtral, fitted), said)
+
+
+def test_only_an_adapter_is_replaced(llama, tmp_path):
+    folder = write_adapter(llama, tmp_path / "run" / "adapter", target_modules=["q_proj"])
+    asked = Conversion(dtype="float16")
+    with pytest.raises(ArtifactError, match=r"holds files and no adapter_config\.json"):
+        convert_adapter(folder, tmp_path / "run", asked, overwrite=True)
+    with pytest.raises(ArtifactError, match="exists already"):
+        convert_adapter(folder, folder, asked)
+    convert_adapter(folder, folder, asked, overwrite=True)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+
+
+def test_an_adapter_with_more_tokens_than_the_base_is_fitted(llama, phi3, tmp_path):
+    grown = []
+    for base in (llama, phi3):
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+        model.resize_token_embeddings(53)
+        model.save_pretrained(tmp_path / base.name)
+        grown.append(tmp_path / base.name)
+    trained = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]}
+    folder = write_adapter(grown[0], tmp_path / "in", **trained)
+    out, _ = _convert(folder, tmp_path, to_base=str(phi3))
+    assert sorted(_config(out)["target_modules"]) == ["qkv_proj"]
+    fitted, _ = _convert(folder, tmp_path, "grown", to_base=str(grown[1]))
+    first, last = (load_file(one / "adapter_model.safetensors") for one in (out, fitted))
+    assert all(torch.equal(first[key], last[key]) for key in first)

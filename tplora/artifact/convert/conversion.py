@@ -22,6 +22,7 @@ from tplora.artifact.convert.rename import check_prefixes, rename
 from tplora.artifact.convert.target import TargetBase, read_target_base
 from tplora.artifact.convert.write import write_converted
 from tplora.errors import ArtifactError
+from tplora.saved.config import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,7 @@ def convert_adapter(
         ArtifactError: If it cannot be done exactly, but for the rank, or nothing is asked for.
     """
     _check_asked(asked)
+    _check_replaceable(out)
     base = None if asked.to_base is None else read_target_base(asked.to_base)
     first = load_adapter(folder)
     adapter, svd_r = _summed(first, asked)
@@ -124,6 +126,14 @@ def _check_asked(asked: Conversion) -> None:
             raise ArtifactError(f"{option}: needs other adapters; name them with --add PATH=WEIGHT")
     if asked.fused and asked.to_base is None:
         raise ArtifactError("--fused: needs the base to fit; name it with --to-base")
+
+
+def _check_replaceable(out: Path) -> None:
+    """Only an adapter is replaced by one: a run's folder holds more than its adapter."""
+    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
+        raise ArtifactError(
+            f"{out}: holds files and no {CONFIG}, so it is not replaced; name another place"
+        )
 
 
 def _summed(first: LoadedAdapter, asked: Conversion) -> tuple[LoadedAdapter, int | None]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
+from tplora.artifact.adapter_dir import read_structure
 from tplora.errors import ArtifactError
 from tplora.upstream import build_meta_model
 from tplora.upstream.peft_reading import adapters_on_meta
@@ -43,10 +44,15 @@ class TargetBase:
     def check_loads(self, folder: Path) -> None:
         """Put the adapter on the base as plain PEFT does, without weights.
 
+        A base with fewer tokens than the adapter's gets them first, as it has to before training.
+
         Raises:
             ArtifactError: If PEFT finds less than the base's layers need, or more.
         """
         model = build_meta_model(self.config, trust_remote_code=False)
+        num_tokens = read_structure(folder).num_tokens
+        if num_tokens > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(num_tokens, mean_resizing=False)
         try:
             _, problems = adapters_on_meta(model, {"default": folder})
         except (ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
