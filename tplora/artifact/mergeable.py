@@ -45,14 +45,20 @@ def can_merge_into(target: Path, adapter: Path) -> bool:
     return not target.exists() and unmergeable_field(config) is None
 
 
-def field_beyond_matrices(config: LoraConfig) -> str | None:
-    """The field by which an adapter is more than changes of the base's own tensors, or None."""
+def field_beyond_matrices(config: LoraConfig, *, but: Collection[str] = ()) -> str | None:
+    """The field by which an adapter is more than changes of the base's own tensors, or None.
+
+    Args:
+        config: Of the adapter.
+        but: Fields that do not matter to the caller.
+    """
     for field in LoraConfig.__dataclass_fields__.values():
         value = getattr(config, field.name)
         if field.name == "init_lora_weights":
             is_plain = value in _INITS_THAT_LEAVE_THE_BASE
         else:
-            is_plain = field.name in _UNDERSTOOD or not value or value == _default(field)
+            is_known = field.name in _UNDERSTOOD or field.name in but
+            is_plain = is_known or not value or value == _default(field)
         if not is_plain:
             return str(field.name)
     return None

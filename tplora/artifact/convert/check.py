@@ -17,6 +17,8 @@ __all__ = ["check_convertible", "check_plain_layers"]
 # Leave what is merged as it is, and mean a shape, names or the whole of A and B.
 _MEANING_SHAPES = ("use_bdlora", "kasa_config", "use_qalora", "alora_invocation_tokens",
                    "arrow_config", "monteclora_config")  # fmt: skip
+# Says how the base stores its weights, which is nothing to A and B.
+_MEANING_THE_BASE = ("fan_in_fan_out",)
 
 
 def check_convertible(adapter: LoadedAdapter, what: str) -> None:
@@ -25,7 +27,7 @@ def check_convertible(adapter: LoadedAdapter, what: str) -> None:
     Raises:
         ArtifactError: With the field of the config.
     """
-    field = field_beyond_matrices(adapter.config)
+    field = field_beyond_matrices(adapter.config, but=_MEANING_THE_BASE)
     field = field or next((one for one in _MEANING_SHAPES if getattr(adapter.config, one)), None)
     if field is not None:
         raise ArtifactError(

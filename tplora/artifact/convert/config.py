@@ -41,6 +41,8 @@ def config_of(
     """
     config = copy.deepcopy(adapter.config)
     layers = adapter.layers
+    if isinstance(config.target_modules, set):  # as PEFT holds names; in one order in the file
+        config.target_modules = sorted(config.target_modules)
     if _facts(layers) == _facts(before):
         return config
     _set_sizes(config, layers)
@@ -77,7 +79,7 @@ def _set_sizes(config: LoraConfig, layers: Mapping[str, LoraLayer]) -> None:
 def _set_targets(config: LoraConfig, modules: Collection[str], linears: Collection[str]) -> None:
     short = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in linears if module.rpartition(".")[2] in short}
-    config.target_modules = short if meant == set(modules) else set(modules)
+    config.target_modules = sorted(short if meant == set(modules) else modules)
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
