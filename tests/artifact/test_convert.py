@@ -10,9 +10,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     Phi3Config,
@@ -23,6 +26,7 @@ from tests.artifact.tiny import change_tensors, write_adapter, write_base
 from tests.command import forked_tplora
 from tplora.artifact.convert import fused
 from tplora.artifact.convert.conversion import Conversion, convert_adapter
+from tplora.base.fingerprint import BASE, take_fingerprint
 from tplora.errors import ArtifactError
 
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -406,7 +410,7 @@ def test_the_command_says_what_it_did(llama, phi3, tmp_path):
     argv = ["convert", "one", "--out", "out", "--add", "two=0.5", "--to-base", str(phi3)]
     done = forked_tplora(*argv, "--rank", "4", "--base", "its/name", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "fused into 4 layers: 0 of parts with one A" in done.stdout
+    assert "fused into 8 layers of 2 adapters: 0 of parts with one A" in done.stdout
     assert "relative error" in done.stdout
     assert "2 adapters combined: cat" in done.stdout
     assert "adapter: out" in done.stdout
@@ -487,3 +491,68 @@ def test_a_base_that_stores_its_weights_transposed_is_nothing_to_the_factors(tmp
     twice, _ = _convert(folder, tmp_path, "twice", weight=0.3, others={folder: 0.7})
     out, _ = _convert(twice, tmp_path, r=4, to_base=str(base))
     _same(_logits(base, out), _logits(base, folder))
+
+
+def test_adapters_of_both_layouts_are_summed_on_either(llama, phi3, tmp_path):
+    one = write_adapter(llama, tmp_path / "one", target_modules=SEPARATE)
+    two = write_adapter(phi3, tmp_path / "two", target_modules=FUSED, r=3, use_rslora=True)
+    for folder in (one, two):
+        change_tensors(folder, lambda tensors: {k: t.double() for k, t in tensors.items()})
+    on_llama, _ = _convert(one, tmp_path, "llama", others={two: -0.7}, to_base=str(llama))
+    on_phi3, found = _convert(one, tmp_path, "phi3", others={two: -0.7}, to_base=str(phi3))
+    assert (found.moved.fused, found.moved.split, found.ranks) == (4, 0, (7, 11, 15))
+    _same(_logits(llama, on_llama), _logits(phi3, on_phi3))
+    first, _ = _convert(one, tmp_path, "first", to_base=str(phi3))
+    first, second, whole = (_deltas(phi3, folder) for folder in (first, two, on_phi3))
+    for name, delta in whole.items():
+        _same(delta, first[name] - 0.7 * second[name])
+
+
+def test_one_weight_that_is_adapted_twice_is_refused(llama, phi3, tmp_path):
+    folder = write_adapter(phi3, tmp_path / "in", target_modules=FUSED)
+    at = "base_model.model.model.layers.0.self_attn"
+    ends = ("lora_A.weight", "lora_B.weight")
+    change_tensors(folder, lambda tensors: tensors | {
+        f"{at}.k_proj.{end}": tensors[f"{at}.qkv_proj.{end}"][:16].clone() for end in ends
+    })  # fmt: skip
+    for base in (llama, phi3):
+        with pytest.raises(ArtifactError, match=r"adapts .*qkv_proj and .*k_proj, which are one"):
+            _convert(folder, tmp_path, to_base=str(base))
+
+
+def test_a_text_model_and_one_that_sees_share_an_adapter(llama, tmp_path):
+    text = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float64)
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4, projection_dim=8,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text.config, image_token_index=49)
+    model = LlavaForConditionalGeneration(config).double()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "llava")
+    asked = {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"layers.1.mlp.*": 2}}
+    folder = write_adapter(llama, tmp_path / "in", **asked)
+    prefixes = {"model.": "model.language_model."}
+    out, _ = _convert(folder, tmp_path, prefixes=prefixes, to_base=str(tmp_path / "llava"))
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(model, out)
+        found = adapted.load_adapter(out, "default")
+        said = adapted.double().eval()(INPUT).logits
+    assert found.missing_keys == found.unexpected_keys == []
+    _same(said, _logits(llama, folder))
+    prefixes = {"model.language_model.": "model."}
+    back, _ = _convert(out, tmp_path, "back", prefixes=prefixes, to_base=str(llama))
+    assert sorted(_config(back)["target_modules"]) == ["down_proj", "q_proj"]
+    _same(_logits(llama, back), said)
+
+
+def test_what_says_which_base_it_was_follows_the_base(llama, phi3, tmp_path):
+    folder = write_adapter(llama, tmp_path / "in", target_modules=SEPARATE)
+    (folder / BASE).write_text(json.dumps(take_fingerprint(str(llama))))
+    same, _ = _convert(folder, tmp_path, "same", r=2)
+    assert json.loads((same / BASE).read_text()) == take_fingerprint(str(llama))
+    fitted, _ = _convert(folder, tmp_path, "fitted", to_base=str(phi3))
+    assert json.loads((fitted / BASE).read_text()) == take_fingerprint(str(phi3))
+    named, _ = _convert(folder, tmp_path, "named", base_name="another/base")
+    assert not (named / BASE).exists()

@@ -105,13 +105,14 @@ def convert(
 
 def _said(asked: Conversion, found: Converted, *, num_adapters: int) -> Iterator[str]:
     moved = found.moved
+    owner = f" of {num_adapters} adapters" if num_adapters > 1 else ""
     if moved.split:
-        yield f"split into {moved.split} layers, each with its rows of B and the shared A"
+        yield f"split into {moved.split} layers{owner}, each with its rows of B and the shared A"
     if moved.fused:
         at_own = moved.fused_at_own_rank
         yield (
-            f"fused into {moved.fused} layers: {at_own} of parts with one A, at their own rank, "
-            f"{moved.fused - at_own} at the sum of their parts' ranks"
+            f"fused into {moved.fused} layers{owner}: {at_own} of parts with one A, at their own "
+            f"rank, {moved.fused - at_own} at the sum of their parts' ranks"
         )
     if num_adapters > 1:
         yield f"{num_adapters} adapters combined: {asked.how}"

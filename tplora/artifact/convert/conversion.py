@@ -1,8 +1,8 @@
 """``tplora convert``: what is asked for, in the one order in which it makes sense.
 
-    names -> sum -> layout of a base -> rank -> dtype
+    names -> layout of a base -> sum -> rank -> dtype
 
-Names come first, so that adapters of two variants of a base can be summed and fitted.
+Names and layout come first, so that adapters of two variants of a base can be summed.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def convert_adapter(
     _check_replaceable(out)
     base = None if asked.to_base is None else read_target_base(asked.to_base)
     first = load_adapter(folder)
-    adapter, svd_r = _summed(first, asked)
-    adapter, moved = _fitted(adapter, base, asked)
+    fitted = [_fitted(one, base, asked) for one in _named(first, asked)]
+    adapter, svd_r = _summed([one for one, _ in fitted], asked)
     adapter, losses = _reduced(adapter, asked.r or svd_r, on_layer)
     linears = () if base is None else base.weights
     config = config_of(adapter, first.layers, linears=linears)
@@ -109,6 +109,7 @@ def convert_adapter(
         is_same_base=name is None and not asked.prefixes,
         overwrite=overwrite,
     )
+    moved = _all_moved([one for _, one in fitted])
     ranks = tuple(sorted({layer.r for layer in adapter.layers.values()}))
     return Converted(layers=len(adapter.layers), ranks=ranks, moved=moved, losses=losses)
 
@@ -136,12 +137,19 @@ def _check_replaceable(out: Path) -> None:
         )
 
 
-def _summed(first: LoadedAdapter, asked: Conversion) -> tuple[LoadedAdapter, int | None]:
-    """The sum, and the rank that PEFT's ``svd`` would give it, if that is asked for."""
+def _named(first: LoadedAdapter, asked: Conversion) -> list[LoadedAdapter]:
+    """All adapters, under the names that are asked for."""
     adapters = [first, *map(load_adapter, asked.others)]
-    if asked.prefixes:
-        check_prefixes(adapters, asked.prefixes)
-        adapters = [_renamed(one, asked.prefixes) for one in adapters]
+    if not asked.prefixes:
+        return adapters
+    check_prefixes(adapters, asked.prefixes)
+    return [_renamed(one, asked.prefixes) for one in adapters]
+
+
+def _summed(
+    adapters: Sequence[LoadedAdapter], asked: Conversion
+) -> tuple[LoadedAdapter, int | None]:
+    """The sum, and the rank that PEFT's ``svd`` would give it, if that is asked for."""
     if not asked.others:
         return adapters[0], None
     for one in adapters:
@@ -153,6 +161,14 @@ def _summed(first: LoadedAdapter, asked: Conversion) -> tuple[LoadedAdapter, int
         for found in (adapters, [summed])
     )
     return summed, usual if asked.how == "svd" and usual < largest else None
+
+
+def _all_moved(moved: Sequence[Moved]) -> Moved:
+    return Moved(
+        split=sum(one.split for one in moved),
+        fused=sum(one.fused for one in moved),
+        fused_at_own_rank=sum(one.fused_at_own_rank for one in moved),
+    )
 
 
 def _renamed(adapter: LoadedAdapter, prefixes: Mapping[str, str]) -> LoadedAdapter:

@@ -35,7 +35,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What was done, in numbers of modules of the result."""
+    """What was done, in numbers of modules that came of it."""
 
     split: int = 0
     fused: int = 0
@@ -71,6 +71,7 @@ def fit_layout(
             layers[module] = layer
             _check_kept(adapter, module, weights)
         elif inner and all(part in weights for part in inner):
+            _check_once(adapter, module, inner)
             layers |= _split(adapter, module, inner, weights)
             num_split += len(inner)
         elif f"{parent}{dot}{outer}" in weights:
@@ -83,6 +84,7 @@ def fit_layout(
             )
     at_own = 0
     for module, parts in joined.items():
+        _check_once(adapter, module, parts)
         layers[module] = _fuse(adapter, module, parts, weights)
         at_own += _has_one_a(adapter.layers[part] for part in parts if part in adapter.layers)
     moved = Moved(split=num_split, fused=len(joined), fused_at_own_rank=at_own)
@@ -219,6 +221,16 @@ def _joined_bias(layers: Mapping[str, LoraLayer], sizes: Mapping[str, int]) -> t
 def _has_one_a(layers: Iterable[LoraLayer]) -> bool:
     first, *others = layers
     return all(torch.equal(layer.a, first.a) for layer in others)
+
+
+def _check_once(adapter: LoadedAdapter, fused: str, parts: Sequence[str]) -> None:
+    """A fused layer and its parts are one weight, which is adapted once."""
+    found = [part for part in parts if part in adapter.layers]
+    if fused in adapter.layers and found:
+        raise ArtifactError(
+            f"{adapter.folder}: adapts {fused} and {found[0]}, which are one weight of a base; "
+            "save the adapter again from the model that it was trained on"
+        )
 
 
 def _check_movable(adapter: LoadedAdapter, module: str) -> None:
