@@ -39,7 +39,7 @@ def test_the_command_line_and_a_rank_start_without_heavy_imports():
 
 def test_help_names_every_command():
     shown = _run("--help").output
-    commands = "finetune plan bench check export verify generate recipes report"
+    commands = "finetune plan bench check export verify generate convert recipes report"
     assert all(f"  {name} " in shown for name in commands.split())
 
 

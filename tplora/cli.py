@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tplora.terminal.convert import convert
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -418,6 +420,9 @@ def inspect(
         show(tables)
     else:
         print(text)
+
+
+app.command()(convert)
 
 
 @recipes_app.command("list")

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.world
 
 LOSS, GRADIENT = 1e-5, 1e-4
 LEARNING_RATES = {"lora-bias": 0.05, "beside": 0.05}
-"""By what is trained, else 0.1, where these two are unstable: a unit of rounding in plain PEFT's own
-factors, 1.2e-7, is 1.2e-4 of a gradient by the last step, and 2.8e-6 at 0.05.
+"""By what is trained, else 0.1, where these two are unstable: a unit of rounding in plain PEFT's
+own factors, 1.2e-7, is 1.2e-4 of a gradient by the last step, and 2.8e-6 at 0.05.
 """
 PLANTED = (5, 6)
 """An invocation of aLoRA, in two of three rows."""

@@ -15,6 +15,7 @@ __all__ = [
     "can_merge_into",
     "check_mergeable",
     "check_saved",
+    "field_beyond_matrices",
     "name_mismatch",
     "unmergeable_field",
 ]
@@ -46,6 +47,25 @@ def can_merge_into(target: Path, adapter: Path) -> bool:
     return not target.exists() and unmergeable_field(config) is None
 
 
+def field_beyond_matrices(config: LoraConfig, *, but: Collection[str] = ()) -> str | None:
+    """The field by which an adapter is more than changes of the base's own tensors, or None.
+
+    Args:
+        config: Of the adapter.
+        but: Fields that do not matter to the caller.
+    """
+    for field in LoraConfig.__dataclass_fields__.values():
+        value = getattr(config, field.name)
+        if field.name == "init_lora_weights":
+            is_plain = value in INITS_THAT_LEAVE_THE_BASE
+        else:
+            is_known = field.name in _UNDERSTOOD or field.name in but
+            is_plain = is_known or not value or value == _default(field)
+        if not is_plain:
+            return str(field.name)
+    return None
+
+
 def check_mergeable(adapter: AdapterFiles, *, is_alone: bool = True) -> None:
     """Refuse what cannot be merged exactly.
 
@@ -56,17 +76,12 @@ def check_mergeable(adapter: AdapterFiles, *, is_alone: bool = True) -> None:
     Raises:
         ArtifactError: If the config asks for what is no change of single tensors.
     """
-    for field in LoraConfig.__dataclass_fields__.values():
-        value = getattr(adapter.config, field.name)
-        if field.name == "init_lora_weights":
-            is_plain = value in INITS_THAT_LEAVE_THE_BASE
-        else:
-            is_plain = field.name in _UNDERSTOOD or not value or value == _default(field)
-        if not is_plain:
-            raise ArtifactError(
-                f"{adapter.folder}/adapter_config.json: {field.name} = {value!r} cannot be merged "
-                "into files; use the adapter unmerged"
-            )
+    field = field_beyond_matrices(adapter.config)
+    if field is not None:
+        raise ArtifactError(
+            f"{adapter.folder}/adapter_config.json: {field} = {getattr(adapter.config, field)!r} "
+            "cannot be merged into files; use the adapter unmerged"
+        )
     for name in ("bias", "kasa_config"):
         value = getattr(adapter.config, name)
         if not is_alone and value not in (None, "none"):

@@ -41,8 +41,14 @@ def copy_side_files(base: Path, adapter: Path, out: Path) -> None:
     for path in sorted(base.iterdir()):
         if not (_matches(path, _LEFT_OUT) or (has_own and _matches(path, _TOKENIZER))):
             _copy(path, out)
+    if has_own:
+        copy_tokenizer(adapter, out)
+
+
+def copy_tokenizer(adapter: Path, out: Path) -> None:
+    """Copy the tokenizer and the chat template that an adapter's folder holds, if it does."""
     for path in sorted(adapter.iterdir()):
-        if has_own and _matches(path, _TOKENIZER):
+        if _matches(path, _TOKENIZER):
             _check_own(path)
             _copy(path, out)
 
