@@ -32,7 +32,7 @@ class LoraLayer:
     b: torch.Tensor
     scaling: float
     dtype: torch.dtype
-    """In which the factors are to be written; they may be held in more digits."""
+    """In which to write those factors that are held in float64, which may be for their digits."""
     is_embedding: bool = False
     magnitude: torch.Tensor | None = None
     """DoRA's, ``[out]``."""

@@ -73,7 +73,9 @@ def _tensors(adapter: LoadedAdapter, dtype: torch.dtype | None) -> dict[str, tor
     tensors = {}
     for module, layer in adapter.layers.items():
         for key, tensor in layer.tensors(module).items():
-            tensors[key] = _cast(adapter, key, tensor, dtype, layer.dtype)
+            is_held_wider = tensor.dtype == torch.float64
+            own = layer.dtype if is_held_wider else tensor.dtype
+            tensors[key] = _cast(adapter, key, tensor, dtype, own)
     for key, tensor in adapter.rest.items():
         tensors[key] = _cast(adapter, key, tensor, dtype, tensor.dtype)
     return tensors
