@@ -53,14 +53,6 @@ def copy_tokenizer(adapter: Path, out: Path) -> None:
             _copy(path, out)
 
 
-def copy_tokenizer(adapter: Path, out: Path) -> None:
-    """Copy the files of an adapter's own tokenizer, if it has one."""
-    for path in sorted(adapter.iterdir()):
-        if _matches(path, _TOKENIZER):
-            _check_own(path)
-            _copy(path, out)
-
-
 def _check_own(path: Path) -> None:
     """What comes with an adapter may be anybody's: no link of it leads to another's files."""
     inner = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else []
