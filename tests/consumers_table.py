@@ -94,10 +94,11 @@ tplora export RUN --merged OUT.gguf
 
 merges into one GGUF file, of Llama, Mistral, Qwen2 and Qwen3: the merge is made beside OUT.gguf,
 which takes room for both, and goes. `transformers` reads it back with the merged folder's own
-logits (`from_pretrained(FOLDER, gguf_file="OUT.gguf")`). A rotary embedding that is scaled (as in
-Llama 3.1), a window of attention, biases of Llama, and a tokenizer that is not a byte-level BPE
-which splits text as GPT-2, Llama 3, Qwen2 or SmolLM are refused by name: merge into a folder, and
-convert that with llama.cpp's own `convert_hf_to_gguf.py`.
+logits (`from_pretrained(FOLDER, gguf_file="OUT.gguf")`), but for two things that its reader leaves
+out and llama.cpp's does not: the scaled frequencies of Llama 3.1 and later, and a Qwen3 whose heads
+are not 128 wide. Any other scaled rotary embedding, a window of attention, biases of Llama, and a
+tokenizer that is not a byte-level BPE which splits text as GPT-2, Llama 3, Qwen2 or SmolLM are
+refused by name: merge into a folder, and convert that with llama.cpp's own `convert_hf_to_gguf.py`.
 
 ## Rules and where they were read
 

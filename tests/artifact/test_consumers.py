@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.artifact.tiny import VOCAB, load_adapted, write_adapter, write_base
+from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
 from tplora.artifact.adapter_dir import read_adapter
 from tplora.artifact.consumer_check import check_fit
 from tplora.artifact.consumer_form import write_for
@@ -33,6 +33,11 @@ KINDS = {
     "rslora with patterns": PATTERNS | {"use_rslora": True},
     "a pattern for names": {"target_modules": r".*\.(q_proj|down_proj)"},
     "ends": {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+    "ends of other ranks": {
+        "target_modules": ["embed_tokens", "lm_head", "o_proj"],
+        "rank_pattern": {"embed_tokens": 2, "lm_head": 9},
+        "use_rslora": True,
+    },
     "whole": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "lm_head"]},
     "no bias": {"target_modules": ["q_proj"], "bias": "all"},  # the base has none
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
@@ -52,13 +57,14 @@ PLAIN = {
     "rslora with patterns",
     "a pattern for names",
 }
+ENDS = {"ends", "ends of other ranks"}
 TAKEN = {
     "peft": {*KINDS},
     "transformers": {*KINDS} - {"dora", "pissa"},
-    "vllm": PLAIN | {"ends", "one layer"},
-    "sglang": PLAIN - {"no bias", "a pattern for names"} | {"ends", "q and v"},
+    "vllm": PLAIN | ENDS | {"one layer"},
+    "sglang": PLAIN - {"no bias", "a pattern for names"} | ENDS | {"q and v"},
     "tgi": PLAIN | {"rank 1024"},
-    "llama.cpp": PLAIN | {"ends", "one layer", "rank 1024"},
+    "llama.cpp": PLAIN | ENDS | {"one layer", "rank 1024"},
 }
 
 
@@ -114,7 +120,7 @@ def test_what_a_consumer_does_not_take_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("consumer", ["peft", "vllm", "sglang", "tgi"])
-@pytest.mark.parametrize("kind", sorted(PLAIN | {"ends"}))
+@pytest.mark.parametrize("kind", sorted(PLAIN | ENDS))
 def test_what_is_written_says_in_peft_what_the_adapter_said(
     base, adapters, tmp_path, consumer, kind
 ):
@@ -205,6 +211,24 @@ def test_tokens_that_the_base_has_not_are_refused(base, adapters):
     facts.vocab_size = VOCAB + 8
     fit = check_fit(read_adapter(adapters["ends"]), "vllm", facts)
     assert any("an adapter cannot add tokens" in reason for reason in fit.reasons)
+
+
+@pytest.mark.parametrize("consumer", ["vllm", "sglang", "llama.cpp"])
+def test_a_copy_that_is_not_the_bases_own_is_not_left_out(base, tmp_path, consumer):
+    folder = write_adapter(base, tmp_path / "a", target_modules=["embed_tokens", "lm_head"])
+    config = AutoConfig.from_pretrained(base)
+    adapter = read_adapter(folder)
+    assert adapter.saved_bases
+    write_for(adapter, consumer, config, tmp_path / "same", base_folder=base)
+
+    def change(tensors):
+        key = next(key for key in tensors if key.endswith("lm_head.base_layer.weight"))
+        return tensors | {key: tensors[key] + 1e-3}
+
+    change_tensors(folder, change)
+    with pytest.raises(ArtifactError, match=r"lm_head.base_layer.weight is not the base's own"):
+        write_for(read_adapter(folder), consumer, config, tmp_path / "other", base_folder=base)
+    assert not (tmp_path / "other").exists()
 
 
 def test_llama_cpp_takes_no_end_of_a_tied_base_and_no_unknown_model(base, adapters):

@@ -22,6 +22,11 @@ KINDS = {
     "patterns": ALL | PATTERNS,
     "rslora with patterns": ALL | PATTERNS | {"use_rslora": True},
     "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "ends of other ranks": {
+        "target_modules": ["embed_tokens", "lm_head", "k_proj"],
+        "rank_pattern": {"embed_tokens": 2, "lm_head": 9},
+        "use_rslora": True,
+    },
 }
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

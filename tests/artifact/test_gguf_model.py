@@ -1,7 +1,10 @@
 """A merged model in GGUF, reloaded by transformers, says what the merged folder says."""
 
 import json
+import math
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -80,6 +83,26 @@ def test_halves_are_rounded_once_and_norms_not_at_all(tmp_path, dtype):
         assert torch.equal(found[name], expected), name
 
 
+def test_llama_3s_frequencies_are_written_as_llama_cpp_divides_by_them(tmp_path):
+    rope = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    base = write_base(tmp_path / "base", head_dim=16, rope_parameters=rope)
+    write_gguf_model(base, tmp_path / "model.gguf")
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    expected = []
+    for i in range(8):
+        wave = 2 * math.pi * 1e4 ** (2 * i / 16)
+        smooth = (64 / wave - 1.0) / (4.0 - 1.0)
+        smooth = min(max(smooth, 0.0), 1.0)
+        expected.append(1 / ((1 - smooth) / 8.0 + smooth))
+    np.testing.assert_allclose(tensors["rope_freqs.weight"], expected, rtol=1e-6)
+    assert len(set(expected)) > 2
+    config = AutoConfig.from_pretrained(base)  # transformers' reader reads no scaling from the file
+    assert torch.equal(_logits(tmp_path, gguf_file="model.gguf", config=config), _logits(base))
+
+
 def _write_tokenizer(folder, splitting):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitting
@@ -137,10 +160,10 @@ def test_what_gguf_would_not_say_is_refused_with_every_reason(tmp_path):
     base = write_base(tmp_path / "base")
     config = AutoConfig.from_pretrained(base)
     config.attention_bias, config.hidden_act, config.model_type = True, "gelu", "gemma3"
-    config.rope_parameters = {"rope_type": "llama3", "rope_theta": 1e4}
+    config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4}
     with pytest.raises(ArtifactError) as caught:
         check_gguf_model("x", config)
-    for reason in ("gemma3", "llama3", "attention_bias", "gelu"):
+    for reason in ("gemma3", "yarn", "attention_bias", "gelu"):
         assert reason in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from tplora.artifact.base_copies import find_other_copies
 from tplora.artifact.consumer_check import check_fit, find_parts_held
 from tplora.artifact.consumers import CONSUMERS, KEPT
 from tplora.artifact.mergeable import check_mergeable, check_saved
@@ -34,6 +35,7 @@ def write_for(
     base: Any,
     out: Path,
     *,
+    base_folder: Path | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     merge_command: str = "tplora export ADAPTER --merged OUT",
@@ -45,6 +47,7 @@ def write_for(
         name: Of the consumer, as in ``CONSUMERS``.
         base: The text config of the model it belongs to.
         out: The folder to be.
+        base_folder: Of that model, to see that what is left out is its own.
         dtype: Of what is written; the adapter's own when left out, and float32 in GGUF.
         overwrite: Replace what ``out`` holds.
         merge_command: What a refusal says to do instead, where the adapter can be merged.
@@ -54,10 +57,16 @@ def write_for(
             can be written.
     """
     fit = check_fit(adapter, name, base)
-    if fit.reasons:
+    reasons = [*fit.reasons]
+    if base_folder is not None and _leaves_copies_out(name):
+        reasons += [
+            f"its {key} is not the base's own, which would be used"
+            for key in find_other_copies(adapter, base_folder)
+        ]
+    if reasons:
         raise ArtifactError(
             f"{adapter.folder}: {CONSUMERS[name].title} does not take it: "
-            f"{'; '.join(fit.reasons)}; {_instead(adapter, merge_command)}"
+            f"{'; '.join(reasons)}; {_instead(adapter, merge_command)}"
         )
     with written_aside(out, overwrite=overwrite) as aside:
         if CONSUMERS[name].writes == "gguf":
@@ -70,6 +79,10 @@ def write_for(
         else:
             _write_peft(adapter, name, aside, dtype)
     return fit
+
+
+def _leaves_copies_out(name: str) -> bool:
+    return CONSUMERS[name].rules.get("saved_base", KEPT).verdict == "left out"
 
 
 def _instead(adapter: AdapterFiles, merge_command: str) -> str:
@@ -85,9 +98,7 @@ def _write_peft(adapter: AdapterFiles, name: str, folder: Path, dtype: torch.dty
     rules = CONSUMERS[name].rules
     held = find_parts_held(adapter)
     verdicts = {part: rules.get(part, KEPT).verdict for part in held}
-    left_out = set()
-    if verdicts.get("saved_base") == "left out":
-        left_out = set(adapter.saved_bases.values())
+    left_out = set(adapter.saved_bases.values()) if _leaves_copies_out(name) else set()
     with adapter.tensors.open() as file:
         names = [key for key in file.keys() if key not in left_out]  # noqa: SIM118
         tensors = {key: file.tensor(key) for key in names}

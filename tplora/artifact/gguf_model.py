@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tplora.artifact.checkpoint import read_checkpoint
 from tplora.artifact.consumers import CONSUMERS
@@ -41,7 +42,7 @@ def check_gguf_model(where: str, config: Any) -> None:
     reasons = []
     if config.model_type not in known:
         reasons.append(f"its model_type is {config.model_type!r}, {', '.join(known)} are written")
-    if rope.get("rope_type", "default") != "default":
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
         reasons.append(f"its rotary embedding is scaled ({rope['rope_type']!r})")
     if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
         reasons.append(f"its attention has a window (sliding_window = {config.sliding_window})")
@@ -76,6 +77,10 @@ def write_gguf_model(
         _add_config(writer, config, _KINDS[kind])
         add_vocabulary(writer, folder, config.vocab_size)
         names = _names(folder, config, arch)
+        factors = _rope_factors(config)
+        if factors is not None:
+            array = factors.numpy()
+            writer.add_tensor_info("rope_freqs.weight", array.shape, array.dtype, array.nbytes)
         checkpoint = read_checkpoint(folder)
         for name, own in names.items():
             shape = checkpoint.tensors[name][1].shape
@@ -90,6 +95,8 @@ def write_gguf_model(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors.numpy())
         for name, tensor in _read(checkpoint, names):
             turned = in_gguf_order(tensor, name.rpartition(".")[0], config, arch)
             array, _ = gguf_array(turned, torch.float32 if tensor.ndim == 1 else kind)
@@ -100,7 +107,7 @@ def write_gguf_model(
 def _add_config(writer: Any, config: Any, kind: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_type(gguf.GGUFType.MODEL)
-    # Not "mistral", which transformers 5.24 looks up in gguf, in vain; without a window it is Llama.
+    # Not "mistral", which transformers 5.24 looks up in gguf in vain; without a window it is Llama.
     writer.add_name(config.model_type.title())
     writer.add_file_type(kind)
     writer.add_context_length(config.max_position_embeddings)
@@ -115,6 +122,21 @@ def _add_config(writer: Any, config: Any, kind: Any) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base((config.rope_parameters or {})["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+
+
+def _rope_factors(config: Any) -> torch.Tensor | None:
+    """What llama.cpp divides Llama 3's frequencies by, [head_dim / 2]; None if nothing scales them.
+
+    ``rope_freqs = theta^(-2 i / d) / f_i`` with the frequencies f that transformers turns by.
+    """
+    if (config.rope_parameters or {}).get("rope_type", "default") != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    size = 2 * len(scaled)
+    theta = float(config.rope_parameters["rope_theta"])
+    usual: torch.Tensor = theta ** -(torch.arange(0, size, 2).double() / size)
+    factors: torch.Tensor = usual / scaled.double()
+    return factors.float()
 
 
 def _names(folder: Path, config: Any, arch: str) -> dict[str, str]:

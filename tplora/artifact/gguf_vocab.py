@@ -9,7 +9,7 @@ import gguf
 from tplora.errors import ArtifactError
 from tplora.saved.files import read_json
 
-__all__ = ["add_vocabulary"]
+__all__ = ["add_vocabulary", "check_vocabulary"]
 
 # What a tokenizer.json splits text by, to what llama.cpp calls it (src/llama-vocab.cpp).
 _LLAMA3 = (
@@ -18,6 +18,19 @@ _LLAMA3 = (
 )
 _REGEXES = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
 _ELSE = "merge into a folder and convert that with llama.cpp's convert_hf_to_gguf.py"
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Refuse a tokenizer that is none that is written exactly; none at all is well.
+
+    Raises:
+        ArtifactError: With what it is and what to do.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        _way_of_splitting(path, read_json(path))
+    elif any(folder.glob("tokenizer*")):
+        raise ArtifactError(f"{folder}: its tokenizer has no tokenizer.json; {_ELSE}")
 
 
 def add_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
@@ -31,10 +44,9 @@ def add_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
     Raises:
         ArtifactError: If the tokenizer is none that is written exactly.
     """
+    check_vocabulary(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        if any(folder.glob("tokenizer*")):
-            raise ArtifactError(f"{folder}: its tokenizer has no tokenizer.json; {_ELSE}")
         writer.add_tokenizer_model("no_vocab")
         return
     found = read_json(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig
 
 from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.checkpoint import find_base_folder
 from tplora.artifact.consumer_form import write_for
 from tplora.artifact.consumers import CONSUMERS
 from tplora.errors import ArtifactError
@@ -68,11 +69,15 @@ def export_for(
     config = AutoConfig.from_pretrained(parts.base.path, revision=parts.base.revision)
     of_base = "" if base is None else f" --base {shlex.quote(base)}"
     merged = shlex.quote(f"{out}-merged")
+    copies_of = None  # of a hub's base, the weights are fetched only if they are asked for
+    if adapter.saved_bases:
+        copies_of = find_base_folder(parts.base.path, revision=parts.base.revision)
     fit = write_for(
         adapter,
         consumer,
         config.get_text_config(),
         out,
+        base_folder=copies_of,
         dtype=None if dtype is None else DTYPES[dtype],
         overwrite=overwrite,
         merge_command=f"tplora export {shlex.quote(named)}{of_base} --merged {merged}",

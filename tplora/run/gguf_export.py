@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
+from tplora.artifact.checkpoint import find_base_folder
 from tplora.artifact.gguf_model import check_gguf_model, write_gguf_model
+from tplora.artifact.gguf_vocab import check_vocabulary
 from tplora.errors import ArtifactError
 from tplora.run.export import find_parts
 
@@ -38,9 +40,14 @@ def gguf_scratch(
         )
     if os.path.lexists(out) and not overwrite:
         raise ArtifactError(f"{out}: exists already; ask to overwrite it or name another place")
-    found = find_parts(named, base=base).base
+    parts = find_parts(named, base=base)
+    found = parts.base
     config = AutoConfig.from_pretrained(found.path, revision=found.revision)
     check_gguf_model(found.path, config)
+    has_own = (parts.adapter / "tokenizer_config.json").is_file()  # then that goes into the result
+    check_vocabulary(
+        parts.adapter if has_own else find_base_folder(found.path, revision=found.revision)
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merged-", dir=out.parent) as scratch:
         yield Path(scratch, "model")
