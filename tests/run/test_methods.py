@@ -32,7 +32,7 @@ greater_is_better = true
 def place(tmp_path_factory) -> Path:
     """A folder with a recipe, a base with its tokenizer, and pairs."""
     folder = tmp_path_factory.mktemp("place")
-    write_checkpoint("llama", folder / "base", vocab_size=512, max_position_embeddings=256)
+    write_checkpoint("llama_bias", folder / "base", vocab_size=512, max_position_embeddings=256)
     tiny_tokenizer().save_pretrained(folder / "base")
     (folder / "recipe.toml").write_text(RECIPE.replace("assistant_only_loss = true\n", "") + DPO)
     twins = [{"prompt": "a", "chosen": " b", "rejected": " b"}]
