@@ -60,12 +60,13 @@ class _ProjectDown(torch.autograd.Function):
         x, a, keep = ctx.saved_tensors
         grad_x = grad_a = None
         if ctx.needs_input_grad[1]:
-            rows = _dropped(x, a.dtype, keep, ctx.p).reshape(-1, x.shape[-1])
-            grad_a = grad.reshape(-1, grad.shape[-1]).t() @ rows
+            # In the dtype of the product, which is A's unless something raised it in forward.
+            rows = _dropped(x, grad.dtype, keep, ctx.p).reshape(-1, x.shape[-1])
+            grad_a = (grad.reshape(-1, grad.shape[-1]).t() @ rows).to(a.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ a
+            grad_x = grad @ a.to(grad.dtype)
             if keep is not None:
-                grad_x = grad_x / (1.0 - ctx.p) * keep.to(a.dtype)
+                grad_x = grad_x / (1.0 - ctx.p) * keep.to(grad.dtype)
             grad_x = grad_x.to(x.dtype)
         return grad_x, grad_a, None, None
 
