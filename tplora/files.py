@@ -50,12 +50,17 @@ def written_aside(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         with _disk_full_as_artifact_error(target):
             yield aside
-        with _as_artifact_error(target):
-            _settle_folder(aside)
-            _rename_folder(aside, target, overwrite=overwrite)
-            _sync(target.parent)
+        _put_in_place(aside, target, overwrite=overwrite)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_in_place(aside: Path, target: Path, *, overwrite: bool) -> None:
+    """Give a folder that is whole its name, and have both on the disk."""
+    with _as_artifact_error(target):
+        _settle_folder(aside)
+        _rename_folder(aside, target, overwrite=overwrite)
+        _sync(target.parent)
 
 
 @contextlib.contextmanager
@@ -77,10 +82,7 @@ def kept_aside(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         try:
             with _disk_full_as_artifact_error(target):
                 yield aside
-            with _as_artifact_error(target):
-                _settle_folder(aside)
-                _rename_folder(aside, target, overwrite=overwrite)
-                _sync(target.parent)
+            _put_in_place(aside, target, overwrite=overwrite)
         except TploraError:
             shutil.rmtree(aside, ignore_errors=True)
             raise
