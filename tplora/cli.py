@@ -174,7 +174,7 @@ def plan(
     and no GPU.
     """
     from tplora.recipe.check import read_recipe
-    from tplora.terminal.steps import planned_axes, show_prediction
+    from tplora.terminal.planned import planned_axes, show_prediction
 
     asked = read_recipe(recipe, set_ or [])
     show_prediction(asked, axes=planned_axes(asked), gpu_memory=gpu_memory)
@@ -211,8 +211,8 @@ def check(recipe: RecipePath, set_: Overrides = None) -> None:
     """Check what can be known before training: recipe, rows, plan."""
     from tplora.recipe.check import read_recipe
     from tplora.run.preflight import tokenize_recipe_rows
+    from tplora.terminal.planned import planned_axes, show_plan
     from tplora.terminal.show import say
-    from tplora.terminal.steps import planned_axes, show_plan
 
     asked = read_recipe(recipe, set_ or [])
     show_plan(asked, axes=planned_axes(asked))

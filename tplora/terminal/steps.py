@@ -1,10 +1,11 @@
-"""What a command does around a run: check and show the plan, clear the folder, start the ranks."""
+"""What a command does around a run: show the plan, clear the folder, start the ranks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tplora.terminal.show import say, show, show_table
+from tplora.terminal.planned import show_plan
+from tplora.terminal.show import say, show_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,10 +19,7 @@ __all__ = [
     "bench_from_here",
     "finetune_from_here",
     "finetune_in_rank",
-    "planned_axes",
     "prepare_rank",
-    "show_plan",
-    "show_prediction",
     "start_ranks",
     "train",
 ]
@@ -255,52 +253,3 @@ class _Log:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
-
-
-def show_plan(recipe: Recipe, *, axes: Axes) -> None:
-    """Make a recipe's plan and show it."""
-    from tplora.plan.report import render_plan
-    from tplora.run.preflight import plan_recipe
-
-    plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
-    show(render_plan(plan, axes))
-
-
-def show_prediction(recipe: Recipe, *, axes: Axes, gpu_memory: str | None) -> None:
-    """Make a recipe's plan and show it, with what a step will take and say.
-
-    A plan that cannot be run through is shown all the same, with the reason.
-    """
-    from tplora.errors import PlanError
-    from tplora.plan.report import render_plan
-    from tplora.plan.size import parse_size
-    from tplora.plan.step_report import step_facts
-    from tplora.run.fit import find_fit
-    from tplora.run.predict import num_micro_batches, predict_step
-    from tplora.run.preflight import plan_recipe
-
-    memory = None if gpu_memory is None else parse_size(gpu_memory, where="--gpu-memory")
-    plan = plan_recipe(recipe, tp_size=axes.tp_size, progress=say)
-    try:
-        cost = predict_step(recipe, plan)
-        facts = step_facts(plan, axes, cost, num_micro_batches=num_micro_batches(recipe))
-        if memory is not None:
-            facts += find_fit(recipe, axes, memory, progress=_say_aside).facts()
-    except PlanError as error:
-        if memory is not None:
-            raise
-        facts = [("memory per rank", f"not predicted: {error}")]
-    show(render_plan(plan, axes, facts))
-
-
-def _say_aside(message: str) -> None:
-    say(message, style="dim", is_error=True)
-
-
-def planned_axes(recipe: Recipe) -> Axes:
-    """Of a plan that is only looked at: as asked, whatever this machine has."""
-    from tplora.launch.launcher import count_gpus, default_num_processes
-    from tplora.plan.axes import fill_world
-
-    num_gpus = count_gpus() if recipe.parallel.tp_size == "auto" else 0
-    return fill_world(default_num_processes(recipe.parallel, num_gpus=num_gpus), recipe.parallel)
