@@ -10,11 +10,14 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read at import; tp
 import matplotlib.backends.backend_agg
 import peft
 import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from trl import SFTTrainer
 
 import tplora.run.finetune
 
 __all__ = ["SFTTrainer", "matplotlib", "peft", "tplora", "transformers"]
+
+get_checkpoint_conversion_mapping("llama")  # the table of all models, which is then kept
 
 # What is imported stays: a rank that collects garbage would look at all of it, and copy its pages.
 gc.freeze()
