@@ -1,5 +1,6 @@
 """What the fork server imports once for every world: the slow modules and nothing else."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +12,6 @@ import transformers
 from trl import SFTTrainer
 
 __all__ = ["SFTTrainer", "peft", "transformers"]
+
+gc.collect()
+gc.freeze()  # no rank looks through them again, nor copies their pages
