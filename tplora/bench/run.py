@@ -23,8 +23,8 @@ from tplora.bench.timing import StepTimes
 from tplora.files import write_text_aside
 from tplora.mesh import current_processes, join_process_group, leave_process_group
 from tplora.plan.axes import fill_world
-from tplora.recipe.methods import DEFAULT_METHOD
 from tplora.run.loading import load_model
+from tplora.run.predict import planned_batch
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.training import training_arguments
 from tplora.run.vocabulary import load_tokenizer
@@ -136,11 +136,9 @@ def _result(
     config = AutoConfig.from_pretrained(
         source.path, trust_remote_code=recipe.model.trust_remote_code
     )
-    # The formula is that of one pass over the rows; preferences are compared with a second model.
     dtype = "bfloat16" if recipe.train.get("bf16") else plan.base_dtype  # what is multiplied in
-    is_counted = is_gpu and recipe.method == DEFAULT_METHOD
-    most = peak_flops(name, dtype) if is_counted else None
-    mean = statistics.mean(tokens)
+    most = peak_flops(name, dtype) if is_gpu else None
+    mean, row = statistics.mean(tokens), planned_batch(recipe, 1)
     return BenchResult(
         recipe=recipe.name,
         axes=str(axes),
@@ -153,7 +151,13 @@ def _result(
         ),
         peak_bytes=peak,
         peak_kind="allocated" if is_gpu else "resident",
-        flops_per_step=step_flops(plan, config, num_tokens=mean, length=row_tokens),
+        flops_per_step=step_flops(
+            plan,
+            config,
+            num_tokens=mean,
+            length=row_tokens / row.rows,
+            num_passes=row.passes_before + row.reference_passes,
+        ),
         device_flops=None if most is None else most * axes.world_size,
         versions={library: metadata.version(library) for library in _LIBRARIES},
     )
