@@ -32,8 +32,8 @@ __all__ = ["FileMerger"]
 
 _COPIED_BYTES = 16 << 20
 """Of a piece that is copied."""
-_SMALL_BYTES = 32 << 20
-"""That pieces may take however small the base's files are."""
+_SMALL_BYTES = 64 << 20
+"""A base's largest file counts as this at least."""
 _TIMES = 8
 """Their own bytes, that rows take: as read, summed in float32, rounded, and with DoRA's norm."""
 _BEHIND = 1
@@ -69,10 +69,10 @@ class FileMerger:
         self._checkpoint, self._source, self._plan = source.checkpoint, source, plan
         self._on_bytes = on_bytes
         sizes = [(self._checkpoint.folder / f).stat().st_size for f in self._checkpoint.files]
-        self._largest = max(sizes)
+        self._largest = max(_SMALL_BYTES, *sizes)
         self._reader = ChangeReader(self._checkpoint, plan, self._largest)
         self._groups = GroupMerger(source, plan, self._reader, self._largest // 2)
-        self._lanes = Lanes(Room, max(_SMALL_BYTES, self._largest // 2))
+        self._lanes = Lanes(Room, self._largest // 2)
         self._begun: _Begun | None = None
         self._begun_bytes = 0
         self._open: list[OutBytes] = []
