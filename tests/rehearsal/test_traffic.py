@@ -48,7 +48,8 @@ def _predicted(path, axes, batch=BATCH):
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_each_axis_carries_what_was_predicted(world_of, path, axes):
-    _assert_predicted(world_of, path, axes, BATCH)
+    traffic = _assert_predicted(world_of, path, axes, BATCH)
+    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("axes", [Axes(tp_size=2), Axes(tp_size=1, fsdp_size=2)], ids=str)
@@ -68,8 +69,8 @@ def _assert_predicted(world_of, path, axes, batch):
     assert buckets == found["buckets"] == sorted(bucket_bytes(plan, axes).values())
     if axes.fsdp_size > 1:
         assert said["the base"] == found["base"]
-    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
     assert not dist.is_initialized()
+    return traffic
 
 
 def test_the_table_of_eight_by_eight_gpus_is_printed_from_the_plan(path):
