@@ -20,4 +20,5 @@ __all__ = ["SFTTrainer", "matplotlib", "peft", "tplora", "transformers"]
 get_checkpoint_conversion_mapping("llama")  # the table of all models, which is then kept
 
 # What is imported stays: a rank that collects garbage would look at all of it, and copy its pages.
+gc.collect()
 gc.freeze()

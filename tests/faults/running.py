@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
+from tests.merging import merge_one
 from tests.run.test_finetune import RECIPE, chat
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
-from tplora.artifact.merge import merge_adapter
 from tplora.recipe.check import read_recipe
 from tplora.run.finetune import run_finetune
 from tplora.run.start import Start
@@ -79,7 +79,7 @@ def finetune(
 def export(place: Path, adapter: Path, merged: Path, fault: tuple[object, ...] = ()) -> None:
     """What ``tplora export`` does."""
     with _FAULTS[str(fault[0])](*fault[1:]) if fault else contextlib.nullcontext():
-        merge_adapter(str(place / "base"), adapter, merged)
+        merge_one(str(place / "base"), adapter, merged)
 
 
 # ---- faults, each a context on the rank that has it

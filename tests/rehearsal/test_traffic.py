@@ -1,5 +1,6 @@
 """Bytes and collectives of a step on each axis, over 1 to 4 processes: predicted is measured."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -26,10 +27,10 @@ def path(tmp_path_factory):
     return write_model("llama", tmp_path_factory.mktemp("traffic") / "llama")
 
 
-def _measured(path, axes):
+def _measured(path, axes, batch=BATCH):
     """Count and bytes of each axis on this rank, gathered weights in full."""
     sizes = {"fsdp_size": axes.fsdp_size, "dp_replicate_size": axes.dp_replicate_size}
-    real = RealStep(path, lora(), BATCH, tp_size=axes.tp_size, **sizes)
+    real = RealStep(path, lora(), batch, tp_size=axes.tp_size, **sizes)
     forward, backward, bucket = real.calls()
     gathers = [n for kind, n in (*forward, *backward) if "base" in kind]
     activations = [[n for kind, n in part if "base" not in kind] for part in (forward, backward)]
@@ -41,14 +42,25 @@ def _measured(path, axes):
     }
 
 
-def _predicted(path, axes):
-    return predict(AutoConfig.from_pretrained(path), lora(), BATCH, axes.tp_size)
+def _predicted(path, axes, batch=BATCH):
+    return predict(AutoConfig.from_pretrained(path), lora(), batch, axes.tp_size)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_each_axis_carries_what_was_predicted(world_of, path, axes):
-    plan, cost = _predicted(path, axes)
-    found = world_of(axes.world_size).run(_measured, path, axes)[0]
+    traffic = _assert_predicted(world_of, path, axes, BATCH)
+    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("axes", [Axes(tp_size=2), Axes(tp_size=1, fsdp_size=2)], ids=str)
+def test_passes_of_a_reference_are_carried_too(world_of, path, axes):
+    batch = replace(BATCH, passes_before=1, reference_passes=2)
+    _assert_predicted(world_of, path, axes, batch)
+
+
+def _assert_predicted(world_of, path, axes, batch):
+    plan, cost = _predicted(path, axes, batch)
+    found = world_of(axes.world_size).run(_measured, path, axes, batch)[0]
     traffic = step_traffic(plan, axes, cost, num_micro_batches=1)
     said = {one.what: (one.count, one.num_bytes) for one in traffic}
     for what in ("forward", "backward"):
@@ -57,8 +69,8 @@ def test_each_axis_carries_what_was_predicted(world_of, path, axes):
     assert buckets == found["buckets"] == sorted(bucket_bytes(plan, axes).values())
     if axes.fsdp_size > 1:
         assert said["the base"] == found["base"]
-    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
     assert not dist.is_initialized()
+    return traffic
 
 
 def test_the_table_of_eight_by_eight_gpus_is_printed_from_the_plan(path):
