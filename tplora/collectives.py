@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tplora.kept_sums import kept_or_taken
 from tplora.plan.style import shard_range
 
 if TYPE_CHECKING:
@@ -42,10 +43,17 @@ __all__ = [
 
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of ``x`` over the ranks of ``group``, a new tensor. One all-reduce of x's bytes."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    """The sum of ``x`` over the ranks of ``group``, a new tensor. One all-reduce of x's bytes.
+
+    None where activation checkpointing computes again what it has kept; see ``kept_sums.py``.
+    """
+
+    def take() -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return kept_or_taken(take)
 
 
 def all_gather_last_dim(x: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:

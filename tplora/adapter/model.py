@@ -15,6 +15,7 @@ from peft import (
 
 from tplora.adapter.base_record import BaseRecord
 from tplora.adapter.card import card_text
+from tplora.adapter.checkpointing import enable_checkpointing
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
@@ -200,6 +201,28 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             if isinstance(module, (*ADAPTED, TploraTokens)):
                 module.factors.pop(adapter_name, None)
         self._beside.pop(adapter_name, None)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """The base's, as trainers call it; ``keep_reduced_outputs`` is a keyword of ours.
+
+        Args:
+            activation_checkpointing_kwargs: Of ``torch.utils.checkpoint.checkpoint``, and
+                ``keep_reduced_outputs``: whether a layer's sums over ranks are kept, so that
+                computing it again takes none of them again.
+            settings: ``every_n_layers`` and ``offload``, as in transformers.
+
+        Raises:
+            PlanError: For ``keep_reduced_outputs`` with ``use_reentrant``.
+        """
+        enable_checkpointing(self.get_base_model(), activation_checkpointing_kwargs, **settings)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """``activation_checkpointing_enable`` under its old name, by which trl's DPO calls it."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **settings)
 
     def _watch_root(self, forward_seed: ForwardSeed) -> None:
         """Hook the PEFT wrapper and the base: callers may enter through either."""

@@ -56,5 +56,8 @@ def step_facts(
 
 def say_batch(batch: Batch) -> str:
     """The work of a micro-batch in words."""
-    how = "activation checkpointing" if batch.is_checkpointed else "every activation kept"
+    how = "every activation kept"
+    if batch.is_checkpointed:
+        settings = ", ".join(f"{key} = {value}" for key, value in batch.checkpointing.items())
+        how = f"activation checkpointing ({settings})" if settings else "activation checkpointing"
     return f"{batch.rows} x {batch.length:,} tokens and {how}"

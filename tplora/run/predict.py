@@ -27,6 +27,7 @@ def planned_batch(recipe: Recipe) -> Batch:
         rows=_setting(recipe, "per_device_train_batch_size"),
         length=_setting(recipe, "max_length"),
         is_checkpointed=bool(recipe.train.get("activation_checkpointing", True)),
+        checkpointing=recipe.train.get("activation_checkpointing_kwargs") or {},
         is_accumulated=num_micro_batches(recipe) > 1,
     )
 
@@ -54,8 +55,15 @@ def predict_step(recipe: Recipe, plan: Plan, *, rows: int | None = None) -> Step
                 f'only that of "{DEFAULT_METHOD}" is run through; measure it with tplora bench'
             ]
         )
-    setup = set_up_adapter(recipe, resolve_model(recipe.model, recipe_folder=recipe.path.parent))
     batch = planned_batch(recipe)
+    if batch.checkpointing.get("offload"):
+        raise PlanError(
+            [
+                "train.activation_checkpointing_kwargs.offload: what is kept goes to the host, "
+                "which is not run through; measure it with tplora bench"
+            ]
+        )
+    setup = set_up_adapter(recipe, resolve_model(recipe.model, recipe_folder=recipe.path.parent))
     return rehearse(
         plan,
         setup.config,
