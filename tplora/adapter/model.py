@@ -63,6 +63,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         plan: The plan that was made for both.
         seed: Where the factors and the dropout masks come from.
         data_rank: This tp group's place on the data axes; the mesh says it when left out.
+        overlap_communication: As in ``attach_adapter``, decided.
         kwargs: What PEFT's own constructor takes.
     """
 
@@ -77,11 +78,15 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         plan: Plan,
         seed: int,
         data_rank: int | None = None,
+        overlap_communication: bool = False,
         **kwargs: Any,
     ) -> None:
         mesh = tp_mesh(model)
         is_cut = mesh is not None and mesh.size() > 1
-        shared_input = SharedInput(mesh.get_group() if mesh is not None and is_cut else None)
+        shared_input = SharedInput(
+            mesh.get_group() if mesh is not None and is_cut else None,
+            is_waited_for_late=overlap_communication,
+        )
         check_sharded_base(model, config, plan.layers, plan.trained)
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
@@ -97,7 +102,11 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.card_license: str | None = None
         self.data = data_axis(model, tp_size=plan.tp_size)
         self.sync = (
-            None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
+            None
+            if mesh is None
+            else GradientSync(
+                mesh.get_group(), shared_input, self.data, is_overlapped=overlap_communication
+            )
         )
         self._shared_input = shared_input
         self._beside: dict[str, dict[str, Factor]] = {}
