@@ -60,4 +60,7 @@ def say_batch(batch: Batch) -> str:
     if batch.is_checkpointed:
         settings = ", ".join(f"{key} = {value}" for key, value in batch.checkpointing.items())
         how = f"activation checkpointing ({settings})" if settings else "activation checkpointing"
-    return f"{batch.rows} x {batch.length:,} tokens and {how}"
+    joined = " joined" if batch.is_joined else ""
+    passes = batch.passes_before + batch.reference_passes
+    beside = f", with {passes} more to compare with" if passes else ""
+    return f"{batch.rows} x {batch.length:,} tokens{joined}{beside} and {how}"
