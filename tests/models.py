@@ -184,6 +184,11 @@ def _enable_checkpointing(model: nn.Module, kind: str | None) -> None:
         base.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
     if kind == "reentrant":
         base.enable_input_require_grads()
+    compute_again_in_double(base)
+
+
+def compute_again_in_double(base: nn.Module) -> None:
+    """Backward has torch close the mode: layers open it themselves."""
     for module in (part for layer in base.model.layers for part in layer.children()):
         module.forward = in_double(module.forward)
 
