@@ -55,7 +55,7 @@ class Case:
     targets: str = "all-linear"
     dropout: float = 0.0
     checkpointing: str | None = None
-    """None, "reentrant" or "non-reentrant"."""
+    """None, "reentrant", "non-reentrant" or "keeping": the sums of each layer."""
     is_reduced_each_backward: bool = False
     """True outside accelerate, where every backward is taken for the last of its step."""
     planted: tuple[int, ...] = ()
@@ -178,9 +178,17 @@ def _enable_checkpointing(model: nn.Module, kind: str | None) -> None:
     if kind is None:
         return
     base = model.get_base_model()
-    base.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    if kind == "keeping":
+        model.activation_checkpointing_enable({"keep_reduced_outputs": True})
+    else:
+        base.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
     if kind == "reentrant":
         base.enable_input_require_grads()
+    compute_again_in_double(base)
+
+
+def compute_again_in_double(base: nn.Module) -> None:
+    """Backward has torch close the mode: layers open it themselves."""
     for module in (part for layer in base.model.layers for part in layer.children()):
         module.forward = in_double(module.forward)
 

@@ -25,10 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tplora.kept_sums import kept_or_taken
+from tplora.late_gradients import share_input_late
 from tplora.plan.style import shard_range
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from tplora.late_gradients import LateGradients
 
 __all__ = [
     "SharedInput",
@@ -42,10 +46,17 @@ __all__ = [
 
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of ``x`` over the ranks of ``group``, a new tensor. One all-reduce of x's bytes."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    """The sum of ``x`` over the ranks of ``group``, a new tensor. One all-reduce of x's bytes.
+
+    None where activation checkpointing computes again what it has kept; see ``kept_sums.py``.
+    """
+
+    def take() -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return kept_or_taken(take)
 
 
 def all_gather_last_dim(x: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:
@@ -148,10 +159,15 @@ class SharedInput:
     when the tensor was written to (``_version``), since then it is another value. It never keeps
     the tensor alive and is not stored on it (``x -> y -> graph -> x`` would leak). ``clear`` it
     after the root forward and after backward.
+
+    Args:
+        group: The tensor-parallel process group, or None in one process.
+        is_waited_for_late: Whether factors' gradients are computed while the sum is under way; see
+            ``late_gradients.py``.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup | None, *, is_waited_for_late: bool = False) -> None:
+        self._group, self._is_waited_for_late = group, is_waited_for_late
         self.clear()
 
     def clear(self) -> None:
@@ -159,6 +175,11 @@ class SharedInput:
         self._seen: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._shared: torch.Tensor | None = None
+        self._late: LateGradients | None = None
+
+    def late_gradients(self, x: torch.Tensor) -> LateGradients | None:
+        """Where factors that multiply ``x`` leave their gradients, if it is the shared tensor."""
+        return self._late if x is self._shared else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, whose gradient is summed over the group once."""
@@ -166,6 +187,9 @@ class SharedInput:
             return x
         is_seen = self._seen is not None and self._seen() is x and self._version == x._version
         if not is_seen or self._shared is None:
-            self._shared = replicate_input(x, self._group)
+            if self._is_waited_for_late:
+                self._shared, self._late = share_input_late(x, self._group)
+            else:
+                self._shared = replicate_input(x, self._group)
             self._seen, self._version = weakref.ref(x), x._version
         return self._shared

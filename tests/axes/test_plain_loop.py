@@ -31,7 +31,10 @@ def _loop(mesh, path, checkpointing):
     return float(norm), grads, said.tolist()
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [None, "reentrant", "keeping", pytest.param("non-reentrant", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_plain_loop_is_that_of_one_process(world4, alone, checkpoint, mesh, checkpointing):
     path = checkpoint("llama", **CUT)

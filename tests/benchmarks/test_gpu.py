@@ -4,10 +4,14 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from tests.benchmarks.gpu import __main__ as command
 from tests.benchmarks.gpu.measure import Size, layers, loss, write_base
-from tests.benchmarks.gpu.two_ranks import compare
+from tests.benchmarks.gpu.two_ranks import only_what_gloo_does
+from tplora.upstream.rehearsal import ranks_without_peers
 
 CPU = torch.device("cpu")
 TOY = Size(
@@ -37,8 +41,42 @@ def test_the_loss_is_compared():
 
 
 @pytest.mark.slow
-def test_two_ranks_on_one_device_are_one_process():
-    assert compare(CPU, TOY)["is_same"]
+def test_a_cpu_answers_every_question_of_a_card(monkeypatch, tmp_path):
+    """Two ranks over gloo as well, with the collectives alone that gloo does on a card."""
+    file = tmp_path / "records.jsonl"
+    monkeypatch.setattr(command, "RECORDS", file)
+    assert command.main(TOY, TOY, CPU) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["question"] for row in rows] == [
+        "two ranks, gloo", "two ranks, gloo, bf16", "bf16 layers", "nf4 layers", "loss, 300",
+    ]  # fmt: skip
+    assert rows[0]["worst"] < 1e-5 < rows[1]["worst"] < 2e-2
+
+
+def test_what_gloo_would_not_do_on_a_card_is_seen_on_a_cpu():
+    with ranks_without_peers(2), only_what_gloo_does():
+        dist.all_reduce(torch.ones(2))
+        mesh = init_device_mesh("cpu", (2,))
+        whole = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+        whole.full_tensor()
+        cut = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(AssertionError, match=r"gloo on a card: .*all_gather"):
+            cut.full_tensor()
+
+
+def test_several_cards_are_asked_over_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked = command.questions("path", TOY, TOY, torch.device("cuda", 0))
+    assert [name for name in asked if "nccl" in name] == [
+        "two cards, nccl",
+        "two cards, nccl, bf16",
+    ]
+
+
+def test_past_the_budget_nothing_is_asked(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "BUDGET_S", -1)
+    assert command.ask({"one": lambda: {"worst": 0.0}}, tmp_path / "records.jsonl") == 1
+    assert "not asked" in capsys.readouterr().out
 
 
 def test_a_question_that_fails_is_a_row_and_a_status(tmp_path, capsys):

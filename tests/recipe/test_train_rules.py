@@ -116,8 +116,32 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ("selective = true", "is not called there"),
+        ("preserve_rng_state = false", "other dropout masks"),
+        ("early_stop = false", "taken again"),
+        ("every_n_layers = 0", "needs 1 or more"),
+        ("offload = 1", "needs true or false"),
+        ("keep_reduced_output = true", "unknown keyword; did you mean keep_reduced_outputs?"),
+        ("keep_reduced_outputs = true, use_reentrant = true", "leave one of them out"),
+    ],
+)
+def test_a_keyword_of_checkpointing_that_cannot_be_done_is_one_line(tmp_path, keywords, words):
+    line = f"activation_checkpointing_kwargs = {{ {keywords} }}"
+    assert words in problem_of_key(tmp_path, "train", line)
+
+
+def test_keywords_of_checkpointing_that_is_off_are_refused(tmp_path: Path) -> None:
+    line = "activation_checkpointing = false\nactivation_checkpointing_kwargs = { offload = true }"
+    assert "no effect while" in problem_of_key(tmp_path, "train", line)
+
+
+@pytest.mark.parametrize(
     "line",
     ["packing = false", "packing = true\neval_packing = false", "padding_free = true",
+     "activation_checkpointing_kwargs = { keep_reduced_outputs = true }",
+     "gradient_checkpointing_kwargs = { use_reentrant = true, every_n_layers = 2 }",
      "bf16 = false", "bf16 = true", 'optim = "sgd"', 'report_to = ["none"]', "tf32 = true",
      'save_strategy = "steps"\nsave_only_model = true', 'save_strategy = "epoch"',
      "learning_rate = 1", "max_grad_norm = 0",
@@ -125,7 +149,7 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 )  # fmt: skip
 def test_a_train_key_that_can_be_done_is_kept_as_given(tmp_path: Path, line: str) -> None:
     recipe = read_recipe(write_recipe(tmp_path, ("[train]", f"[train]\n{line}")))
-    assert line.split(" = ")[0] in recipe.train
+    assert line.split(" = ")[0].replace("gradient_ch", "activation_ch") in recipe.train
 
 
 def test_a_secret_is_refused_without_being_shown(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ class RealStep:
         add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         install_fused_head(base)
         if batch.is_checkpointed:
-            base.activation_checkpointing_enable()
+            keywords = dict(batch.checkpointing)
+            every = keywords.pop("every_n_layers", 1)
+            self.model.activation_checkpointing_enable(keywords, every_n_layers=every)
             self.model.enable_input_require_grads()
         self.batch, vocab = batch, base.config.get_text_config().vocab_size
         draw = torch.Generator().manual_seed(3)

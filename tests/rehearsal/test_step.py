@@ -1,5 +1,6 @@
 """A step that is rehearsed without storage takes and says what the real step takes and says."""
 
+import dataclasses
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.world
 
 KEPT = Batch(rows=2, length=64, is_checkpointed=False)
 CHECKPOINTED = Batch(rows=3, length=160, is_checkpointed=True)
+KEEPING = dataclasses.replace(CHECKPOINTED, checkpointing={"keep_reduced_outputs": True})
 ACCUMULATED = Batch(rows=4, length=100, is_checkpointed=False, is_accumulated=True)
 
 
@@ -61,7 +63,9 @@ CASES = [
         ("llama", CHECKPOINTED, "checkpointed", False),
         ("llama", ACCUMULATED, "accumulated", False),
         ("qwen3", KEPT, "kept", False),
-        ("qwen3", CHECKPOINTED, "checkpointed", True),
+        ("qwen3", CHECKPOINTED, "checkpointed", False),
+        ("llama", KEEPING, "keeping", True),
+        ("gemma2", KEEPING, "keeping", False),
         ("gemma2", CHECKPOINTED, "checkpointed", False),
         ("gemma2", ACCUMULATED, "accumulated", True),
     )
@@ -96,6 +100,11 @@ def test_experts_and_latent_attention_say_what_was_rehearsed(world2, model, name
     for batch in (KEPT, CHECKPOINTED):
         cost = _rehearsed(model(name), batch, 2)
         _assert_same(cost, world2.run(measure, model(name), lora(), batch)[0])
+
+
+def test_dropout_takes_what_was_rehearsed(world2, model):
+    cost = _rehearsed(model("llama"), KEPT, 2, lora_dropout=0.1)
+    _assert_same(cost, world2.run(measure, model("llama"), lora(lora_dropout=0.1), KEPT)[0])
 
 
 def test_adapted_experts_say_what_was_rehearsed(world2, model):
@@ -203,6 +212,15 @@ def test_what_a_step_takes_grows_with_its_rows(model):
         for rows in (2, 4, 8)
     )
     assert four.kept - two.kept == pytest.approx(2 * (two.kept - one.kept), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"use_reentrant": True}, {"every_n_layers": 2}, {"keep_reduced_outputs": True}]
+)
+def test_keywords_of_checkpointing_are_rehearsed(world2, model, keywords):
+    batch = dataclasses.replace(CHECKPOINTED, checkpointing=keywords)
+    cost = _rehearsed(model("llama"), batch, 2)
+    _assert_same(cost, world2.run(measure, model("llama"), lora(), batch)[0])
 
 
 def test_code_that_needs_values_is_refused_by_name(model, monkeypatch):

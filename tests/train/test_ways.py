@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.axes.running import Mesh, assert_same, results, trainer_on
-from tests.models import CUT, InDouble, batches, load, lora
+from tests.models import CUT, InDouble, batches, compute_again_in_double, load, lora
 from tests.train.training import Setup, build_trainer
 from tplora.adapter.gradients import GradientSync
 
@@ -34,17 +34,21 @@ def _metrics(found):
 WAYS = {
     "metrics": replace(SETUP, has_eval=True),
     "reentrant": replace(SETUP, arguments=(("gradient_checkpointing", True),)),
+    "keeping": replace(SETUP, arguments=(("gradient_checkpointing", True),)),
 }
+KEYWORDS = {"reentrant": {"use_reentrant": True}, "keeping": {"keep_reduced_outputs": True}}
 
 
 def _run(mesh, path, folder, way):
     setup, more = WAYS[way], {}
     if way == "metrics":
         more = {"compute_metrics": _metrics}
-    if way == "reentrant":
-        how = ("gradient_checkpointing_kwargs", {"use_reentrant": True})
+    if way in KEYWORDS:
+        how = ("gradient_checkpointing_kwargs", KEYWORDS[way])
         setup = replace(setup, arguments=(*setup.arguments, how))
     trainer = trainer_on(mesh, path, folder, setup, **more)
+    if way == "keeping":
+        compute_again_in_double(trainer.model.get_base_model())
     with InDouble():
         trainer.train()
     return results(trainer)

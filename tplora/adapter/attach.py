@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from peft import TaskType
 
@@ -28,6 +28,7 @@ def attach_adapter(
     data_rank: int | None = None,
     plan: Plan | None = None,
     autocast_adapter_dtype: bool = True,
+    overlap_communication: bool | Literal["auto"] = "auto",
 ) -> TploraModel:
     """Freeze ``model``, put the adapter of ``config`` on it, and return PEFT's model around it.
 
@@ -42,6 +43,8 @@ def attach_adapter(
         data_rank: This tp group's place on the data axes; the mesh says it when left out.
         plan: The plan made before loading; made here when left out.
         autocast_adapter_dtype: As in PEFT: factors of a half-precision base are float32.
+        overlap_communication: Whether factors' gradients are computed while the gradient of their
+            input is summed; "auto" is where the model is on GPUs. The numbers are the same.
 
     Raises:
         PlanError: A target that cannot be exact, by name.
@@ -60,6 +63,11 @@ def attach_adapter(
         seed=seed,
         data_rank=data_rank,
         autocast_adapter_dtype=autocast_adapter_dtype,
+        overlap_communication=(
+            model.device.type == "cuda"
+            if overlap_communication == "auto"
+            else overlap_communication
+        ),
     )
     _check_trainable(attached)
     return attached

@@ -15,7 +15,7 @@ Source: Li et al. 2020, section 3.2 (buckets of gradients).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class DataAxis:
         dist.all_gather(pieces, own, group=self.group)
         return torch.cat(pieces)
 
-    def average(self, factors: Iterable[Factor]) -> int:
+    def average(self, factors: Iterable[Factor], *, is_overlapped: bool = False) -> int:
         """Replace each leaf's gradient by the mean of those of all data ranks.
 
         Partial ones are summed over the tp group as well. A factor that had a gradient on some data
@@ -69,29 +69,30 @@ class DataAxis:
 
         Communication: one all-reduce of the replicated factors' bytes over the world, one of the
         cut ones' over the data ranks, for each dtype. Returns how many there were.
+
+        Args:
+            factors: All of them, in the same order on every rank.
+            is_overlapped: Whether these are under way side by side.
         """
         trained = [factor for factor in factors if factor.parameter.requires_grad]
-        num_buckets = 0
+        buckets = []
         for dtype in sorted({factor.local().dtype for factor in trained}, key=str):
             ours = [factor for factor in trained if factor.local().dtype == dtype]
             whole = [factor for factor in ours if factor.plan.shard_dim is None]
             cut = [factor for factor in ours if factor.plan.shard_dim is not None]
-            if whole:
-                _reduce_bucket(whole, self._average_over_world)
-            if cut:
-                _reduce_bucket(cut, self._average_over_data)
-            num_buckets += bool(whole) + bool(cut)
-        return num_buckets
+            buckets += [_Bucket(whole, None)] if whole else []
+            buckets += [_Bucket(cut, self.group)] if cut else []
+        for bucket in buckets:
+            bucket.start(is_waited_for=not is_overlapped)
+        for bucket in buckets:
+            bucket.finish(self._divisor)
+        return len(buckets)
 
-    def _average_over_world(self, factors: list[Factor], flat: torch.Tensor) -> None:
-        dist.all_reduce(flat)
-        for factor, view in _views(factors, flat):
-            # A gradient that is whole on each rank of a tp group was counted once for each.
-            view.div_(self.size if factor.is_partial else self.size * self.tp_size)
-
-    def _average_over_data(self, _factors: list[Factor], flat: torch.Tensor) -> None:
-        dist.all_reduce(flat, group=self.group)
-        flat.div_(self.size)
+    def _divisor(self, factor: Factor) -> int:
+        """Of a sum over the world where the factor is whole, else over the data ranks."""
+        if factor.plan.shard_dim is not None or factor.is_partial:
+            return self.size
+        return self.size * self.tp_size  # whole on each rank of a tp group, and counted for each
 
 
 def data_axis(model: PreTrainedModel, *, tp_size: int) -> DataAxis | None:
@@ -100,28 +101,46 @@ def data_axis(model: PreTrainedModel, *, tp_size: int) -> DataAxis | None:
     return None if group is None else DataAxis(group=group, tp_size=tp_size)
 
 
-def _reduce_bucket(
-    factors: list[Factor], average: Callable[[list[Factor], torch.Tensor], None]
-) -> None:
-    """One flat bucket of gradients, and behind them one number each: who has one."""
-    grads = [factor.leaf_grad for factor in factors]
-    pieces = [
-        torch.zeros_like(factor.local()).reshape(-1) if grad is None else grad.reshape(-1)
-        for factor, grad in zip(factors, grads, strict=True)
-    ]
-    is_there = pieces[0].new_tensor([grad is not None for grad in grads])
-    flat = torch.cat([*pieces, is_there])
-    average(factors, flat)
-    has_grad = flat[-len(factors) :].tolist()
-    for (factor, view), anywhere in zip(_views(factors, flat), has_grad, strict=True):
-        factor.leaf_grad = view if anywhere else None
+class _Bucket:
+    """One flat tensor of gradients, and behind them one number each: who has one.
 
+    Args:
+        factors: Of one dtype.
+        group: Whom they are summed over; None is the world.
+    """
 
-def _views(factors: list[Factor], flat: torch.Tensor) -> list[tuple[Factor, torch.Tensor]]:
-    """Of a bucket, the part of each factor in the factor's shape."""
-    views, offset = [], 0
-    for factor in factors:
-        shape = factor.local().shape
-        views.append((factor, flat[offset : offset + shape.numel()].view(shape)))
-        offset += shape.numel()
-    return views
+    def __init__(self, factors: list[Factor], group: ProcessGroup | None) -> None:
+        self._factors, self._group = factors, group
+        self._grads = [factor.leaf_grad for factor in factors]
+        self._work: Any = None
+        pieces = [
+            torch.zeros_like(factor.local()).reshape(-1) if grad is None else grad.reshape(-1)
+            for factor, grad in zip(factors, self._grads, strict=True)
+        ]
+        is_there = pieces[0].new_tensor([grad is not None for grad in self._grads])
+        self._flat = torch.cat([*pieces, is_there])
+
+    def start(self, *, is_waited_for: bool) -> None:
+        """Sum them. Collective."""
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=not is_waited_for)
+
+    def finish(self, divisor: Callable[[Factor], int]) -> None:
+        """Put the means in the leaves' places."""
+        if self._work is not None:
+            self._work.wait()
+        for factor, view in zip(self._factors, self._views(), strict=True):
+            factor.leaf_grad = view.div_(divisor(factor))
+        # Only where this rank has none it has to ask the device whether anyone has.
+        if any(grad is None for grad in self._grads):
+            anywhere = self._flat[-len(self._factors) :].tolist()
+            for factor, count in zip(self._factors, anywhere, strict=True):
+                factor.leaf_grad = factor.leaf_grad if count else None
+
+    def _views(self) -> list[torch.Tensor]:
+        """The part of each factor in the factor's shape."""
+        views, offset = [], 0
+        for factor in self._factors:
+            shape = factor.local().shape
+            views.append(self._flat[offset : offset + shape.numel()].view(shape))
+            offset += shape.numel()
+        return views

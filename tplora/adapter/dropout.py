@@ -116,7 +116,8 @@ class ShardedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return None
         key = int(torch.empty((), dtype=torch.int64).random_(2**_KEY_BITS))
-        generator = torch.Generator(device=x.device).manual_seed(key)
+        # Without storage, in a rehearsal, there is nothing to draw.
+        generator = None if x.is_meta else torch.Generator(device=x.device).manual_seed(key)
         shape = (*x.shape[:-1], self.in_features)
         drawn = torch.rand(shape, generator=generator, device=x.device)
         return drawn[..., slice(*self._range)] >= self.p

@@ -47,12 +47,18 @@ class GradientSync:
         group: The tensor-parallel process group.
         shared_input: The memo to clear once a backward pass is over.
         data: The ranks that get other rows; None if there are none.
+        is_overlapped: Whether several buckets are under way side by side.
     """
 
     def __init__(
-        self, group: ProcessGroup, shared_input: SharedInput, data: DataAxis | None = None
+        self,
+        group: ProcessGroup,
+        shared_input: SharedInput,
+        data: DataAxis | None = None,
+        *,
+        is_overlapped: bool = False,
     ) -> None:
-        self._group, self._data = group, data
+        self._group, self._data, self._is_overlapped = group, data, is_overlapped
         self._shared_input = shared_input
         self._factors: dict[str, Factor] = {}
         self._is_queued = False
@@ -91,7 +97,9 @@ class GradientSync:
         self._shared_input.clear()
         fresh = [f for f in self._factors.values() if f.leaf_grad is not None]
         if GradientState().sync_gradients and self._data is not None:
-            self.num_buckets += self._data.average(self._factors.values())
+            self.num_buckets += self._data.average(
+                self._factors.values(), is_overlapped=self._is_overlapped
+            )
         elif GradientState().sync_gradients:
             self._reduce([f for f in fresh if f.is_partial])
         for factor in self._factors.values():

@@ -20,7 +20,7 @@ from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_li
 from tplora.adapter.initial import FromWholeWeight
 from tplora.adapter.local_module import local_tensor
 from tplora.adapter.merging import MergesLocally, refuse_packed
-from tplora.adapter.project_down import can_project_down, project_down
+from tplora.adapter.project_down import can_project_down, project_down, project_up
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.base.quantized_product import multiply
 from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.collectives import SharedInput
+    from tplora.late_gradients import LateGradients
     from tplora.plan.layer import LayerPlan
 
 __all__ = ["ColumnParallelLoraLinear", "ReplicatedLoraLinear", "RowParallelLoraLinear",
@@ -126,8 +127,7 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         """
         if (variant := self.variant_of(name)) is not None:
             return variant.apply(self, name, result, dropped, tensors, **context)
-        added: torch.Tensor = self._add_up(name, result, F.linear(dropped, tensors["A"]), tensors)
-        return added
+        return self._add_up(name, result, F.linear(dropped, tensors["A"]), tensors)
 
     def drop(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """The input of an adapter's A: in A's dtype, after the adapter's dropout."""
@@ -145,15 +145,28 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
             tensors = self.adapter_tensors(name)
             dropout = self.lora_dropout[name]
             if self.variant_of(name) is None and can_project_down(dropout, x):
-                down = project_down(x, tensors["A"], dropout)
-                result = self._add_up(name, result, down, tensors)
+                late = self.shared_input.late_gradients(x)
+                down = project_down(x, tensors["A"], dropout, late)
+                result = self._add_up(name, result, down, tensors, late)
                 continue
             result = self.apply_adapter(name, result, self.drop(name, x), tensors, **context)
         return result.to(dtype)
 
-    def _add_up(self, name: str, result: torch.Tensor, down: torch.Tensor, tensors: Any) -> Any:
+    def _add_up(
+        self,
+        name: str,
+        result: torch.Tensor,
+        down: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        late: LateGradients | None = None,
+    ) -> torch.Tensor:
         bias = None if self.adds_bias_after_sum else tensors.get("bias")
-        return result + F.linear(down, tensors["B"], bias) * self.scaling[name]
+        if late is None or bias is not None:
+            delta = F.linear(down, tensors["B"], bias)
+        else:
+            delta = project_up(down, tensors["B"], late)
+        added: torch.Tensor = result + delta * self.scaling[name]
+        return added
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``scaling * B A``, placed as W is; PEFT merges it. No communication.

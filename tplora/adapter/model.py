@@ -15,6 +15,7 @@ from peft import (
 
 from tplora.adapter.base_record import BaseRecord
 from tplora.adapter.card import card_text
+from tplora.adapter.checkpointing import enable_checkpointing
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
@@ -62,6 +63,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         plan: The plan that was made for both.
         seed: Where the factors and the dropout masks come from.
         data_rank: This tp group's place on the data axes; the mesh says it when left out.
+        overlap_communication: As in ``attach_adapter``, decided.
         kwargs: What PEFT's own constructor takes.
     """
 
@@ -76,11 +78,15 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         plan: Plan,
         seed: int,
         data_rank: int | None = None,
+        overlap_communication: bool = False,
         **kwargs: Any,
     ) -> None:
         mesh = tp_mesh(model)
         is_cut = mesh is not None and mesh.size() > 1
-        shared_input = SharedInput(mesh.get_group() if mesh is not None and is_cut else None)
+        shared_input = SharedInput(
+            mesh.get_group() if mesh is not None and is_cut else None,
+            is_waited_for_late=overlap_communication,
+        )
         check_sharded_base(model, config, plan.layers, plan.trained)
         in_file = file_config(config, plan.layers, model)
         config = attach_config(config, plan.layers)
@@ -96,7 +102,11 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self.card_license: str | None = None
         self.data = data_axis(model, tp_size=plan.tp_size)
         self.sync = (
-            None if mesh is None else GradientSync(mesh.get_group(), shared_input, self.data)
+            None
+            if mesh is None
+            else GradientSync(
+                mesh.get_group(), shared_input, self.data, is_overlapped=overlap_communication
+            )
         )
         self._shared_input = shared_input
         self._beside: dict[str, dict[str, Factor]] = {}
@@ -200,6 +210,28 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             if isinstance(module, (*ADAPTED, TploraTokens)):
                 module.factors.pop(adapter_name, None)
         self._beside.pop(adapter_name, None)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """The base's, as trainers call it; ``keep_reduced_outputs`` is a keyword of ours.
+
+        Args:
+            activation_checkpointing_kwargs: Of ``torch.utils.checkpoint.checkpoint``, and
+                ``keep_reduced_outputs``: whether a layer's sums over ranks are kept, so that
+                computing it again takes none of them again.
+            settings: ``every_n_layers`` and ``offload``, as in transformers.
+
+        Raises:
+            PlanError: For ``keep_reduced_outputs`` with ``use_reentrant``.
+        """
+        enable_checkpointing(self.get_base_model(), activation_checkpointing_kwargs, **settings)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        """``activation_checkpointing_enable`` under its old name, by which trl's DPO calls it."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **settings)
 
     def _watch_root(self, forward_seed: ForwardSeed) -> None:
         """Hook the PEFT wrapper and the base: callers may enter through either."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from tplora.plan.cost import base_bytes, factor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from tplora.plan.build import Plan
 
@@ -26,6 +26,8 @@ class Batch:
     """Tokens of each row, padding included."""
     is_checkpointed: bool
     """Whether activations inside a layer are computed again in backward."""
+    checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    """``activation_checkpointing_kwargs``, where they are."""
     is_accumulated: bool = False
     """Whether gradients of earlier micro-batches are there already."""
     is_joined: bool = False

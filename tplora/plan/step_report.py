@@ -56,7 +56,10 @@ def step_facts(
 
 def say_batch(batch: Batch) -> str:
     """The work of a micro-batch in words."""
-    how = "activation checkpointing" if batch.is_checkpointed else "every activation kept"
+    how = "every activation kept"
+    if batch.is_checkpointed:
+        settings = ", ".join(f"{key} = {value}" for key, value in batch.checkpointing.items())
+        how = f"activation checkpointing ({settings})" if settings else "activation checkpointing"
     joined = " joined" if batch.is_joined else ""
     passes = batch.passes_before + batch.reference_passes
     beside = f", with {passes} more to compare with" if passes else ""

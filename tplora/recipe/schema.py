@@ -89,6 +89,9 @@ class ParallelTable(_Table):
     """Groups of tp_size processes that share each layer's pieces, and gather them to run it."""
     dp_replicate_size: AtLeastOne = 1
     """Copies of the model, each over tp_size processes and trained on its own rows."""
+    overlap_communication: bool | Literal["auto"] = "auto"
+    """Whether factors' gradients are computed while that of their input is summed over ranks, and
+    buckets of gradients are summed side by side; "auto" is on GPUs. The numbers are the same."""
     check_every_steps: AtLeastOne = 50
     """Every how many optimizer steps the ranks' copies of each factor are compared."""
 

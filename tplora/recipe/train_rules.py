@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tplora.recipe.best_rules import find_best_problems
+from tplora.recipe.checkpointing_rules import find_checkpointing_problems
 from tplora.recipe.packing_rules import find_packing_problems
 from tplora.recipe.preference_rules import REFUSED_PREFERENCE_KEYS
 from tplora.recipe.wording import Places, say_problem
@@ -151,7 +152,7 @@ def find_train_problems(
     yield from find_packing_problems(method, train, places)
     yield from find_best_problems(method, train, places)
     yield from _worker_problems(train, places)
-    yield from _checkpointing_problems(train, places)
+    yield from find_checkpointing_problems(train, places)
     loss_type = train.get("loss_type", "nll") if method == "sft" else method
     if train.get("label_smoothing_factor") and loss_type != "nll":
         message = 'trl smooths the labels of loss_type "nll" alone; leave one of them out'
@@ -220,11 +221,3 @@ def _worker_problems(train: Mapping[str, Any], places: Places) -> Iterator[str]:
             if train.get(key):
                 message = "needs dataloader_num_workers of 1 or more beside it"
                 yield say_problem(["train", key], message, places=places, value=train[key])
-
-
-def _checkpointing_problems(train: Mapping[str, Any], places: Places) -> Iterator[str]:
-    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        new = old.replace("gradient", "activation")
-        if old in train and new in train:
-            message = f"is the old name of {new}, which is set too; keep {new}"
-            yield say_problem(["train", old], message, places=places, value=train[old])

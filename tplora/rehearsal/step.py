@@ -149,7 +149,9 @@ class _Rehearsal:
         base: PreTrainedModel = model.get_base_model()
         base.base_model.register_forward_hook(self._note_kept)
         if batch.is_checkpointed:
-            base.activation_checkpointing_enable()
+            keywords = dict(batch.checkpointing)
+            every = keywords.pop("every_n_layers", 1)
+            model.activation_checkpointing_enable(keywords, every_n_layers=every)
             model.enable_input_require_grads()  # as SFTTrainer does
 
     def run(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def load_model(
         seed=seed,
         plan=plan,
         autocast_adapter_dtype=recipe.lora.get("autocast_adapter_dtype", True),
+        overlap_communication=recipe.parallel.overlap_communication,
     )
     if (start := recipe.lora.get("adapter_name_or_path")) is not None:
         load_factors(model, started_from(start))

@@ -37,6 +37,7 @@ def planned_batch(recipe: Recipe, rows: int | None = None) -> Batch:
         reference_passes=beside,
         length=_setting(recipe, "max_length"),
         is_checkpointed=bool(recipe.train.get("activation_checkpointing", True)),
+        checkpointing=recipe.train.get("activation_checkpointing_kwargs") or {},
         is_accumulated=num_micro_batches(recipe) > 1,
         is_joined=joins_rows(recipe.train),
     )
@@ -70,12 +71,20 @@ def predict_step(recipe: Recipe, plan: Plan, *, rows: int | None = None) -> Step
                 "with tplora bench"
             ]
         )
+    batch = planned_batch(recipe, rows)
+    if batch.checkpointing.get("offload"):
+        raise PlanError(
+            [
+                "train.activation_checkpointing_kwargs.offload: what is kept goes to the host, "
+                "which is not run through; measure it with tplora bench"
+            ]
+        )
     setup = set_up_adapter(recipe, resolve_model(recipe.model, recipe_folder=recipe.path.parent))
     return rehearse(
         plan,
         setup.config,
         setup.lora,
-        planned_batch(recipe, rows),
+        batch,
         attn_implementation=recipe.model.attn_implementation,
         trust_remote_code=recipe.model.trust_remote_code,
     )

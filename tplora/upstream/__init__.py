@@ -8,8 +8,10 @@ from tplora.upstream.dtensor import (
     copying_shards,
     local_shard,
     norms_of,
+    number_of_node,
     placement_of,
     queue_after_backward,
+    set_number_of_node,
 )
 from tplora.upstream.models import (
     MENDED_STYLES,
@@ -76,6 +78,7 @@ __all__ = [
     "names_tied_with_embedding",
     "norms_of",
     "note_callback_states",
+    "number_of_node",
     "own_forward",
     "peft_moved_names",
     "peft_refusal",
@@ -85,6 +88,7 @@ __all__ = [
     "queue_after_backward",
     "register_lora_layers",
     "remove_old_checkpoints",
+    "set_number_of_node",
     "tp_mesh",
     "trainer_that_resumes",
     "transform_output",

@@ -18,9 +18,11 @@ __all__ = [
     "copying_shards",
     "local_shard",
     "norms_of",
+    "number_of_node",
     "placement_of",
     "placement_spec",
     "queue_after_backward",
+    "set_number_of_node",
     "split_factor_of",
     "with_spec",
 ]
@@ -81,6 +83,21 @@ def split_factor_of(placement: Placement) -> int:
     ``_StridedShard.split_factor`` (torch 2.11 to 2.14).
     """
     return int(getattr(placement, "split_factor", 1))
+
+
+def number_of_node(tensor: torch.Tensor) -> int:
+    """By which autograd orders nodes that are ready: those of the highest number run first.
+
+    ``Node._sequence_nr`` (torch 2.11 to 2.14).
+    """
+    node: Any = tensor.grad_fn
+    return int(node._sequence_nr())
+
+
+def set_number_of_node(tensor: torch.Tensor, number: int) -> None:
+    """Give the node that made ``tensor`` another number; ``Node._set_sequence_nr``."""
+    node: Any = tensor.grad_fn
+    node._set_sequence_nr(number)
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -80,7 +80,8 @@ def build(library: str, path: str, size: Size, device: torch.device, *, is_packe
 
 def layers(path: str, size: Size, device: torch.device, *, is_packed: bool) -> dict[str, Any]:
     """Forward and backward of the layers with an adapter on each linear, the libraries in turn."""
-    tokens = torch.randint(0, size.vocab, (size.rows, size.length), device=device)
+    draw = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, size.vocab, (size.rows, size.length), generator=draw).to(device)
     steps: dict[str, Callable[[], float]] = {}
     for library in LIBRARIES:
         model = build(library, path, size, device, is_packed=is_packed)

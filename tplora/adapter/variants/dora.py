@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tplora.adapter.factor import factors_of
 from tplora.adapter.variants.local import LocalVariant
 from tplora.base.quantized_product import dequantize, multiply
+from tplora.collectives import all_reduce
 from tplora.upstream import local_shard, placement_of
 from tplora.upstream.quantization import is_quantized_linear
 
@@ -129,7 +129,7 @@ class LinearDora(LocalVariant):
         """One all-reduce of [O] where W is cut on its input."""
         squares = squared_row_norms(weight.to(a.dtype), a, b, scaling)
         if self._out_in(module.plan.weight).shard_dim == 1:
-            dist.all_reduce(squares, group=module.mesh.get_group())
+            squares = all_reduce(squares, module.mesh.get_group())
         return squares.sqrt()
 
     def _full_factors(self, module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
