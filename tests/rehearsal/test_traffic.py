@@ -10,29 +10,16 @@ from transformers import AutoConfig
 
 from tests.rehearsal.measure import RealStep
 from tests.rehearsal.models import lora, write_model
+from tests.scaling_table import BATCH, MESHES, PAGE, predict, rows_of
 from tplora.plan.axes import Axes
 from tplora.plan.axes_cost import bucket_bytes
 from tplora.plan.build import build_plan
 from tplora.plan.report import render_plan
-from tplora.plan.step_cost import Batch
 from tplora.plan.step_report import peak_bytes, step_facts
 from tplora.plan.traffic import gathered_bytes, step_traffic
 from tplora.rehearsal.step import rehearse
 
 pytestmark = pytest.mark.world
-
-BATCH = Batch(rows=2, length=24, is_checkpointed=False)
-MESHES = (
-    Axes(tp_size=1),
-    Axes(tp_size=2),
-    Axes(tp_size=1, fsdp_size=2),
-    Axes(tp_size=1, dp_replicate_size=2),
-    Axes(tp_size=1, fsdp_size=3),
-    Axes(tp_size=4),
-    Axes(tp_size=2, fsdp_size=2),
-    Axes(tp_size=2, dp_replicate_size=2),
-    Axes(tp_size=1, fsdp_size=2, dp_replicate_size=2),
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +43,13 @@ def _measured(path, axes, batch=BATCH):
 
 
 def _predicted(path, axes, batch=BATCH):
-    config = AutoConfig.from_pretrained(path)
-    plan = build_plan(config, lora(), tp_size=axes.tp_size)
-    return plan, rehearse(plan, config, lora(), batch)
+    return predict(AutoConfig.from_pretrained(path), lora(), batch, axes.tp_size)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_each_axis_carries_what_was_predicted(world_of, path, axes):
-    _assert_predicted(world_of, path, axes, BATCH)
+    traffic = _assert_predicted(world_of, path, axes, BATCH)
+    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("axes", [Axes(tp_size=2), Axes(tp_size=1, fsdp_size=2)], ids=str)
@@ -84,6 +70,7 @@ def _assert_predicted(world_of, path, axes, batch):
     if axes.fsdp_size > 1:
         assert said["the base"] == found["base"]
     assert not dist.is_initialized()
+    return traffic
 
 
 def test_the_table_of_eight_by_eight_gpus_is_printed_from_the_plan(path):
