@@ -124,6 +124,7 @@ def test_a_reward_model_trains_as_in_one_process(world2, alone, scorer, tmp_path
         _assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_orpo_trains_as_in_one_process(world2, alone, checkpoint, tmp_path):
     path = checkpoint("llama", **SIZES)
     wanted = alone.run(_orpo, path, tmp_path / "alone", ALONE)[0]

@@ -23,10 +23,15 @@ ROWS = Setup(num_rows=12, batch_size=12, accumulation=1, max_steps=10)
 PACKS = replace(ROWS, batch_size=4, arguments=(("packing", True),))
 """In three packs: of two data ranks one has a pack and a repeat."""
 JOINED = replace(ROWS, arguments=(("padding_free", True), ("max_length", None)))
-MESHES = [
-    Mesh(tp_size=2),
-    pytest.param(Mesh(fsdp_size=2), marks=pytest.mark.slow),
-    Mesh(dp_replicate_size=2),
+RUNS = [
+    pytest.param(setup, mesh, id=f"{name}-{mesh}", marks=() if is_fast else pytest.mark.slow)
+    for name, setup, mesh, is_fast in (
+        ("packs", PACKS, Mesh(tp_size=2), True),
+        ("packs", PACKS, Mesh(dp_replicate_size=2), True),
+        ("packs", PACKS, Mesh(fsdp_size=2), False),
+        ("joined", JOINED, Mesh(tp_size=2), True),
+        ("joined", JOINED, Mesh(fsdp_size=2), False),
+    )
 ]
 
 
@@ -44,8 +49,7 @@ def wanted(alone, checkpoint, tmp_path_factory):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("setup", [PACKS, JOINED], ids=["packs", "joined"])
+@pytest.mark.parametrize(("setup", "mesh"), RUNS)
 def test_ten_steps_of_joined_rows_are_those_of_rows_alone_in_one_process(
     world2, checkpoint, wanted, tmp_path, setup, mesh
 ):
