@@ -16,6 +16,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from tests.merging import merge_one
+from tplora.artifact.base_tensors import FileTensors
+from tplora.artifact.checkpoint import read_checkpoint
+from tplora.artifact.merge_plan import plan_merge
+from tplora.artifact.reading import read_base_and_adapters
 from tplora.upstream import build_meta_model
 
 
@@ -89,28 +93,33 @@ def write_adapter(size: Size, folder: Path) -> Path:
     return folder
 
 
-def copy_files(base: Path, out: Path) -> None:
+def copy_files(base: Path, out: Path, *, is_settled: bool = True) -> None:
     """What there is to hold a merge's time to: every byte read, written and brought to disk."""
     out.mkdir()
     for path in base.iterdir():
         shutil.copyfile(path, out / path.name)
-        descriptor = os.open(out / path.name, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        if is_settled:
+            descriptor = os.open(out / path.name, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
 
 def measure_here(base: Path, adapter: Path, out: Path, num_repeats: int) -> dict:
     """One merge for the memory, then merges and copies in turn."""
     started = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    merge_one(str(base), adapter, out)
+    merge_one(base, adapter, out)
     peak = _status("VmHWM") - started
     shutil.rmtree(out)
-    ratios, merges, copies = [], [], []
+    ratios, merges, copies, cached, cpu = [], [], [], [], []
     for _ in range(num_repeats):
         copies.append(_timed(lambda: copy_files(base, out)))
         shutil.rmtree(out)
-        merges.append(_timed(lambda: merge_one(str(base), adapter, out)))
+        before = os.times()
+        merges.append(_timed(lambda: merge_one(base, adapter, out)))
+        cpu.append([os.times().user - before.user, os.times().system - before.system])
+        shutil.rmtree(out)
+        cached.append(_timed(lambda: copy_files(base, out, is_settled=False)))
         shutil.rmtree(out)
         ratios.append(merges[-1] / copies[-1])
     middle = sorted(range(num_repeats), key=ratios.__getitem__)[num_repeats // 2]
@@ -121,8 +130,19 @@ def measure_here(base: Path, adapter: Path, out: Path, num_repeats: int) -> dict
         "base_bytes": sum(files),
         "merge_s": merges[middle],
         "copy_s": copies[middle],
+        "copy_to_cache_s": cached[middle],
+        "merge_cpu_s": cpu[middle],
+        "plan_s": _timed(lambda: _plan(base, adapter)),
+        "cores": len(os.sched_getaffinity(0)),
         "ratios": ratios,
     }
+
+
+def _plan(base: Path, adapter: Path) -> None:
+    """What a merge does before its first byte."""
+    with FileTensors(read_checkpoint(base)) as source:
+        found, changes = read_base_and_adapters(source, {adapter: 1.0})
+        plan_merge(found, source.checkpoint, changes)
 
 
 def measure(size: Size, folder: Path, num_repeats: int = 3) -> dict:
