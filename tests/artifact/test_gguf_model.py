@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.artifact.tiny import VOCAB, write_adapter, write_base
 from tests.merging import merge_one
+from tplora.artifact import gguf_model, tensor_file
 from tplora.artifact.gguf_model import check_gguf_model, write_gguf_model
 from tplora.artifact.gguf_vocab import _LLAMA3
 from tplora.cli import app
@@ -69,6 +70,22 @@ def test_the_file_says_what_the_merged_folder_says(tmp_path, kind):
     found = _logits(tmp_path, gguf_file="model.gguf")
     assert torch.equal(found, _logits(tmp_path / "merged"))
     assert (found - _logits(base)).abs().max() > 0.1
+
+
+def test_weights_are_written_some_rows_at_a_time(tmp_path, monkeypatch):
+    base, read = write_base(tmp_path / "base"), []
+    write_gguf_model(base, tmp_path / "whole.gguf")
+
+    def counted(stream, place, rows, **options):
+        tensor = tensor_file.read_rows(stream, place, rows, **options)
+        read.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(gguf_model, "read_rows", counted)
+    write_gguf_model(base, tmp_path / "rows.gguf")
+    assert max(read) == 8 * 32 * 4, "a head of q or k, whose rows change places"
+    assert (tmp_path / "rows.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,7 +1,6 @@
 """Kinds of adapters, several at once, other dtypes, and merges that were killed on the way."""
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -150,33 +149,44 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.merging import merge_one
-merge_one(
-    sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]),
-    progress=lambda line: line.startswith("writing") and "00004" in line and os.kill(
-        os.getpid(), signal.SIGKILL
-    ),
-)
+
+def kill(is_time):
+    if is_time:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def between_files(line):
+    kill("00004" in line)
+
+def within_a_file(done, total):
+    kill(done > total / 2)
+
+base, adapter, *outs = map(Path, sys.argv[1:])
+for out, options in zip(outs, ({"progress": between_files}, {"on_bytes": within_a_file})):
+    child = os.fork()
+    if not child:
+        merge_one(base, adapter, out, **options)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 """
 
 
 def test_a_killed_merge_goes_on_and_a_spoilt_file_is_written_again(base, tmp_path):
     adapter = write_adapter(base, tmp_path / "adapter", **ALL_LINEAR)
     merge_one(str(base), adapter, tmp_path / "whole")
-    command = [sys.executable, "-c", _KILLED, str(base), str(adapter), str(tmp_path / "out")]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    aside = tmp_path / ".out.aside"
-    held = sorted(aside.glob("model-*.safetensors"))
-    assert len(held) >= 2  # the third may have been on its way to the disk
-    held[0].write_bytes(held[0].read_bytes()[:-1] + b"\x00")
-    report = merge_one(str(base), adapter, tmp_path / "out")
-    assert report.num_kept == len(held) - 1
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        p.name for p in (tmp_path / "whole").iterdir()
-    }
-    assert not aside.exists()
+    outs = (tmp_path / "between", tmp_path / "within")
+    command = [sys.executable, "-c", _KILLED, *map(str, (base, adapter, *outs))]
+    subprocess.run(command, check=True)
+    for out in outs:
+        assert not out.exists()
+        aside = out.with_name(f".{out.name}.aside")
+        held = sorted(aside.glob("model-*.safetensors"))
+        assert len(held) >= 2  # the third may have been on its way to the disk
+        assert list(aside.glob("*.part")) or out.name == "between"
+        held[0].write_bytes(held[0].read_bytes()[:-1] + b"\x00")
+        report = merge_one(str(base), adapter, out)
+        assert report.num_kept == len(held) - 1
+        files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+        assert not aside.exists()
 
 
 def _stop_at_the_third_file(line):

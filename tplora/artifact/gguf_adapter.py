@@ -17,10 +17,17 @@ from tplora.artifact.adapter_dir import AdapterFiles
 from tplora.artifact.consumers import CONSUMERS
 from tplora.artifact.one_scaling import read_pairs, shared_alpha
 
-__all__ = ["ADAPTER_FILE", "ModelFacts", "gguf_array", "in_gguf_order", "write_gguf_adapter"]
+__all__ = [
+    "ADAPTER_FILE",
+    "GGUF_TYPES",
+    "ModelFacts",
+    "turn_heads",
+    "turned_heads",
+    "write_gguf_adapter",
+]
 
 ADAPTER_FILE = "adapter.gguf"
-_TYPES = {
+GGUF_TYPES = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
@@ -58,9 +65,9 @@ def write_gguf_adapter(
     for one in read_pairs(adapter, alpha=alpha):
         weight = f"{names[one.pair.module]}.weight"
         a = one.a.T if one.pair.is_embedding else one.a
-        b = in_gguf_order(one.b, one.pair.module, base, name)
+        b = _in_gguf_order(one.b, one.pair.module, base, name)
         for factor, tensor in (("lora_a", a), ("lora_b", b)):
-            array, kind = gguf_array(tensor, dtype)
+            array, kind = _gguf_array(tensor, dtype)
             writer.add_tensor(f"{weight}.{factor}", array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -68,19 +75,27 @@ def write_gguf_adapter(
     writer.close()
 
 
-def in_gguf_order(rows: torch.Tensor, module: str, base: ModelFacts, arch: str) -> torch.Tensor:
+def _in_gguf_order(rows: torch.Tensor, module: str, base: ModelFacts, arch: str) -> torch.Tensor:
     """Rows of a weight, of its bias or of its B, [out, ...], in GGUF's order: q and k of Llama."""
+    num_heads = turned_heads(module, base, arch)
+    return rows if num_heads is None else turn_heads(rows, num_heads)
+
+
+def turned_heads(module: str, base: ModelFacts, arch: str) -> int | None:
+    """Heads of the rows of a module that are in another order in GGUF; None if they are not."""
     heads = {"q_proj": base.num_attention_heads, "k_proj": base.num_key_value_heads}
-    num_heads = heads.get(module.rpartition(".")[2])
-    if arch != "llama" or num_heads is None:
-        return rows
+    return heads.get(module.rpartition(".")[2]) if arch == "llama" else None
+
+
+def turn_heads(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """All rows of some heads in GGUF's order."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def gguf_array(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+def _gguf_array(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
     """What ``GGUFWriter.add_tensor`` gets: numbers or, as numpy has no bfloat16, bytes."""
-    kind = _TYPES[dtype]
+    kind = GGUF_TYPES[dtype]
     array = tensor.to(dtype).float().contiguous().numpy()
     if dtype is torch.bfloat16:
         return gguf.quantize(array, kind), kind

@@ -1,23 +1,26 @@
 """A model's folder as the one GGUF file that llama.cpp and transformers read: the Llama family.
 
-Weights are written one after another; norms and biases in float32, as llama.cpp computes them.
+Weights are written one after another, some rows at a time, so that memory does not depend on the
+model's size; norms and biases in float32, as llama.cpp computes them.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tplora.artifact.checkpoint import read_checkpoint
+from tplora.artifact.checkpoint import Checkpoint, read_checkpoint
 from tplora.artifact.consumers import CONSUMERS
-from tplora.artifact.gguf_adapter import gguf_array, in_gguf_order
+from tplora.artifact.gguf_adapter import GGUF_TYPES, turn_heads, turned_heads
 from tplora.artifact.gguf_vocab import add_vocabulary
+from tplora.artifact.tensor_file import Memory, Place, bytes_of, read_rows, row_chunks
 from tplora.errors import ArtifactError
 from tplora.files import file_written_aside
 
@@ -81,26 +84,22 @@ def write_gguf_model(
         if factors is not None:
             array = factors.numpy()
             writer.add_tensor_info("rope_freqs.weight", array.shape, array.dtype, array.nbytes)
-        checkpoint = read_checkpoint(folder)
-        for name, own in names.items():
-            shape = checkpoint.tensors[name][1].shape
-            wide = len(shape) == 1 or kind is torch.float32
+        weights = _weights(read_checkpoint(folder), names, config, arch, kind)
+        for weight in weights:
             writer.add_tensor_info(
-                own,
-                list(shape),
+                names[weight.name],
+                list(weight.place.shape),
                 np.dtype(np.float32),
-                int(np.prod(shape)) * (4 if wide else 2),
-                raw_dtype=gguf_array(torch.zeros(1, 1), torch.float32 if wide else kind)[1],
+                weight.nbytes,
+                raw_dtype=GGUF_TYPES[weight.dtype],
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors.numpy())
-        for name, tensor in _read(checkpoint, names):
-            turned = in_gguf_order(tensor, name.rpartition(".")[0], config, arch)
-            array, _ = gguf_array(turned, torch.float32 if tensor.ndim == 1 else kind)
-            writer.write_tensor_data(array)
+        for weight in weights:
+            writer.write_tensor_data(weight)
         writer.close()
 
 
@@ -154,7 +153,57 @@ def _names(folder: Path, config: Any, arch: str) -> dict[str, str]:
     return found
 
 
-def _read(checkpoint: Any, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    checkpoint: Checkpoint, names: Mapping[str, str], config: Any, arch: str, kind: torch.dtype
+) -> list["_Weight"]:
+    found = []
     for name in names:
-        with safe_open(checkpoint.folder / checkpoint.tensors[name][0], framework="pt") as file:
-            yield name, file.get_tensor(name)
+        file, place = checkpoint.tensors[name]
+        found.append(
+            _Weight(
+                name=name,
+                file=checkpoint.folder / file,
+                place=place,
+                dtype=torch.float32 if len(place.shape) == 1 else kind,
+                num_heads=turned_heads(name.rpartition(".")[0], config, arch),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    """One tensor, as ``GGUFWriter.write_tensor_data`` asks of an array: it has a size, and writes.
+
+    The bytes are torch's own: GGUF's float16 and bfloat16 are rounded as torch rounds.
+    """
+
+    name: str
+    file: Path
+    place: Place
+    dtype: torch.dtype
+    num_heads: int | None
+    """Whose rows are in another order in GGUF."""
+
+    @property
+    def nbytes(self) -> int:
+        """In the file that is written."""
+        return math.prod(self.place.shape) * self.dtype.itemsize
+
+    def tofile(self, target: BinaryIO) -> None:
+        """Write some rows, or heads, after the others."""
+        memory = Memory()
+        with self.file.open("rb", buffering=0) as stream:
+            for rows in self._parts():
+                found = read_rows(stream, self.place, rows, memory=memory).to(self.dtype)
+                if self.num_heads is not None:
+                    found = turn_heads(found, len(found) * self.num_heads // self.place.num_rows)
+                target.write(bytes_of(found.contiguous()))
+
+    def _parts(self) -> Iterator[slice]:
+        if self.num_heads is None:
+            yield from row_chunks(self.place)
+            return
+        size = self.place.num_rows // self.num_heads
+        for start in range(0, self.place.num_rows, size):
+            yield slice(start, start + size)

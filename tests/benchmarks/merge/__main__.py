@@ -27,6 +27,8 @@ def main() -> None:
         "copy s",
         "merge s",
         "ratio",
+        "copy to cache s",
+        "CPU s",
     )
     table, records = Table(*columns), []
     for size in SIZES:
@@ -43,9 +45,11 @@ def main() -> None:
             f"{one['copy_s']:.2f}",
             f"{one['merge_s']:.2f}",
             f"{ratio:.2f}",
+            f"{one['copy_to_cache_s']:.2f}",
+            f"{sum(one['merge_cpu_s']):.2f}",
         )
     RECORDS.write_text("".join(json.dumps(one) + "\n" for one in records))
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 if __name__ == "__main__":
