@@ -9,6 +9,7 @@ from collections.abc import Sequence
 __all__ = [
     "ArtifactError",
     "DataError",
+    "HubError",
     "LaunchError",
     "PlanError",
     "PreemptedError",
@@ -80,6 +81,10 @@ class PreemptedError(TploraError):
 
 class ArtifactError(TploraError):
     """A file of a run cannot be written, read or trusted."""
+
+
+class HubError(ArtifactError):
+    """The hub does not take what is to be uploaded; what was written here is whole."""
 
 
 class LaunchError(TploraError):

@@ -6,12 +6,14 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 
 import torch
 from safetensors.torch import load_file, save_file
 
 SAFE, BIN, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
+BASE, RECORD = "base_fingerprint.json", "base_model.json"
 
 ODD_VALUES = [
     None, True, False, 0, -1, 1, 2, 3, 7, 10**9, 10**30, 0.5, -0.0, 1e300, float("nan"),
@@ -253,6 +255,95 @@ def _config(folder, change):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
 
 
+def _config_bytes(folder, rng, mark):
+    """Text in another encoding, or far too much of it."""
+    if not _is_plain(folder, CONFIG):
+        return
+    text = (folder / CONFIG).read_text("utf-8")
+    odd = rng.choice(["utf-16", "utf-8-sig", "latin-1", "broken", "huge"])
+    if odd == "huge":
+        data = text.encode() + b" " * (40 << 20)
+    elif odd == "broken":
+        data = text.replace("LORA", "LOR\xc4").encode("latin-1")
+    else:
+        data = text.replace("q_proj", "q_pr\xf6j").encode(odd)
+    (folder / CONFIG).write_bytes(data)
+
+
+def _config_code(folder, rng, mark):
+    """Fields by which peft and transformers import what somebody else has written."""
+
+    def change(values):
+        module = rng.choice(["os", "antigravity", "mark", "adapter_code"])
+        mapping = {"base_model_class": "system", "parent_library": module}
+        odd = {
+            "auto_mapping": mapping,
+            "auto_map": {"AutoModel": f"{module}.Evil"},
+            "megatron_core": module,
+            "megatron_config": {"x": 1},
+            "custom_modules": {"Linear": f"{module}.system"},
+        }
+        name = rng.choice(sorted(odd))
+        return json.dumps(values | {name: odd[name]})
+
+    code = f"open({str(mark)!r}, 'w').close()\n"
+    for name in ("adapter_code.py", "mark.py", "modeling.py", "conftest.py"):
+        (folder / name).write_text(code)
+    _config(folder, change)
+
+
+def _beside(folder, rng, mark):
+    """What says which base it was, and how that was held."""
+    name = rng.choice([BASE, RECORD])
+    if not _is_plain(folder, name):
+        return
+    values = json.loads((folder / name).read_text())
+    place = values
+    while isinstance(place, dict) and place:
+        key = rng.choice(sorted(place))
+        if not isinstance(place[key], dict) or not place[key] or rng.random() < 0.3:
+            place[key] = rng.choice([*ODD_VALUES, "0" * 15, "ff" * 8, [2**70, -1], "auto"])
+            break
+        place = place[key]
+    (folder / name).write_text(json.dumps(values))
+
+
+def _archive(folder, rng, mark):
+    """The archive of a ``.bin`` lies about what it holds."""
+    _as_bin(folder, rng, mark)
+    if not _is_plain(folder, BIN) or not zipfile.is_zipfile(folder / BIN):
+        return
+    made, odd = io.BytesIO(), rng.choice(["bomb", "outside", "twice", "sizes"])
+    with zipfile.ZipFile(folder / BIN) as old, zipfile.ZipFile(made, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+        name = old.namelist()[0]
+        if odd == "bomb":
+            new.writestr("archive/data/99", b"\0" * (8 << 20), zipfile.ZIP_DEFLATED)
+        if odd == "outside":
+            new.writestr("../../mark", b"x")
+        if odd == "twice":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                new.writestr(name, b"x")
+    data = bytearray(made.getvalue())
+    if odd == "sizes":
+        at = data.rfind(b"PK\x01\x02") + rng.choice([16, 20, 24, 42])
+        data[at : at + 4] = rng.choice([0, 1, 2**31, 2**32 - 1]).to_bytes(4, "little")
+    (folder / BIN).write_bytes(data)
+
+
+def _folder_link(folder, rng, mark):
+    """A folder that is copied whole, and leads elsewhere."""
+    place = folder / "additional_chat_templates"
+    _remove(place)
+    if rng.random() < 0.5:
+        place.symlink_to("..")
+    else:
+        place.mkdir()
+        (place / "x.jinja").symlink_to(rng.choice(["/etc/passwd", "../../outside.txt"]))
+
+
 def _tensors(folder, change):
     if not _is_plain(folder, SAFE):
         return
@@ -378,5 +469,6 @@ WAYS = [
     _flip, _cut, _lengthen, _insert, _header_entry, _header_shape, _header_double, _header_swap,
     _header_deep, _header_length, _config_value, _config_value, _config_value, _config_gone,
     _config_double, _config_other, _tensor_value, _tensor_value, _tensor_name, _tensor_name,
-    _tensor_gone, _layout, _as_bin, _as_payload, _link, _strange_file,
+    _tensor_gone, _layout, _as_bin, _as_payload, _link, _strange_file, _config_bytes, _config_code,
+    _beside, _archive, _folder_link,
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Mutated adapter folders: each is read, or refused in our words; nothing runs, nothing escapes."""
 
+import json
 import os
 import random
 import shutil
@@ -10,8 +11,10 @@ import pytest
 from tests.artifact.mutate import mutate
 from tests.artifact.tiny import write_adapter, write_base
 from tests.merging import merge_one
+from tplora.adapter.base_record import read_base_record
 from tplora.artifact.adapter_dir import read_adapter
 from tplora.artifact.inspection import inspect_adapter
+from tplora.base.fingerprint import check_same_base, take_fingerprint
 from tplora.errors import TploraError
 from tplora.plan.lora import build_lora_config
 
@@ -31,6 +34,10 @@ def place(tmp_path_factory):
     write_adapter(folder / "base", folder / "good", target_modules=["q_proj", "down_proj"])
     (folder / "good" / "tokenizer.json").write_text("{}")
     (folder / "good" / "tokenizer_config.json").write_text("{}")
+    fingerprint = take_fingerprint(str(folder / "base"))
+    (folder / "good" / "base_fingerprint.json").write_text(json.dumps(fingerprint))
+    record = {"dtype": "float32", "held_in": "float32", "quantization_config": None}
+    (folder / "good" / "base_model.json").write_text(json.dumps(record))
     (folder / "outside.txt").write_text("a secret")
     return folder
 
@@ -49,6 +56,8 @@ def _fuzz(place, seeds):
         try:
             inspect_adapter(case)
             read_adapter(case)
+            read_base_record(case)
+            check_same_base(case, str(place / "base"))
             num_read += 1
             build_lora_config({"adapter_name_or_path": str(case)}, None)
             merge_one(str(place / "base"), case, out)

@@ -164,9 +164,13 @@ def test_two_adapters_are_compared_by_what_they_do(base, adapter, tmp_path):
 def test_tables_fit_the_terminal(base, adapter, tmp_path, width):
     other = write_adapter(base, tmp_path / "other", target_modules="all-linear", use_dora=True)
     console = Console(width=width, file=io.StringIO())
+    console.print(inspection_tables(inspect_adapter(other)))
     console.print(inspection_tables(inspect_adapter(other), by_layer=True))
     console.print(comparison_tables(compare_adapters(adapter, other)))
     lines = console.file.getvalue().splitlines()
+    assert {"self_attn.q_proj", "mlp.down_proj"} <= {
+        word for line in lines for word in line.split()
+    }
     assert max(map(len, lines)) <= width
     assert sum("q_proj" in line for line in lines) >= 3
 

@@ -14,11 +14,13 @@ from safetensors.torch import load
 
 from tests.artifact.hub import local_hub
 from tests.artifact.tiny import write_adapter, write_base
+from tests.recipe.writing import write_recipe
 from tplora.adapter.card import card_text, is_hub_id, merged_card_text, public_name
-from tplora.artifact.push import push_folder
-from tplora.errors import ArtifactError
+from tplora.artifact.push import check_hub, push_folder
+from tplora.errors import ArtifactError, HubError
 from tplora.recipe.parse import load_recipe
 from tplora.run.card import card_details, card_facts, license_of, without_paths, write_merged_card
+from tplora.run.preflight import check_upload
 
 RECIPE = """
 [model]
@@ -53,6 +55,9 @@ def adapter(base, tmp_path):
 def online(monkeypatch):
     """The suite runs with a hub that is off."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        constants, "HF_HUB_DISABLE_XET", True
+    )  # a protocol that no test here speaks
 
 
 def _push(folder, hub, **settings):
@@ -84,9 +89,51 @@ def test_public_is_asked_for(adapter, online):
     assert asked.get("visibility") != "private"
 
 
+@pytest.mark.parametrize("part", ["create", "/store/", "/commit/"])
+def test_an_upload_that_fails_says_how_to_go_on_and_no_token(adapter, online, part):
+    before = {path: path.read_bytes() for path in adapter.iterdir()}
+    with (
+        local_hub(refuses=part, stores=".safetensors") as hub,
+        pytest.raises(HubError, match=f"then `tplora push {adapter} me/mine`: .* is whole") as said,
+    ):
+        _push(adapter, hub)
+    assert not hub.files
+    assert "Bearer hf_x" in hub.tokens
+    assert "hf_x" not in str(said.value)
+    assert before == {path: path.read_bytes() for path in adapter.iterdir()}
+
+
+def test_a_hub_is_asked_before_the_run_what_it_will_say_after_it(online):
+    def ask(hub, **settings):
+        check_hub("me/mine", token="hf_x", **({"endpoint": hub.url} | settings))
+
+    with local_hub() as hub:
+        ask(hub)
+        assert not hub.repos
+        with pytest.raises(HubError, match="me/mine: the hub does not take it"):
+            ask(hub, endpoint="http://127.0.0.1:9")
+    with local_hub(private=True) as hub:
+        ask(hub)
+    with local_hub(private=False) as hub:
+        ask(hub, private=False)
+        with pytest.raises(HubError, match="everybody sees it"):
+            ask(hub)
+    with local_hub(refuses="whoami") as hub, pytest.raises(HubError, match="hf auth login"):
+        ask(hub)
+
+
+def test_a_hub_that_is_switched_off_stops_a_run_before_it_starts(tmp_path):
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(f'{recipe.read_text()}[export]\npush_to_hub = "me/mine"\n')
+    with pytest.raises(
+        HubError, match=r"^export.push_to_hub: me/mine: the hub .*; or leave it out"
+    ):
+        check_upload(load_recipe(recipe))
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"private": False}, "everybody sees it"), ({"refuses": True}, "the hub does not take it")],
+    [({"private": False}, "everybody sees it"), ({"refuses": ""}, "the hub does not take it")],
 )
 def test_a_hub_that_does_not_fit_is_said(adapter, online, settings, said):
     with local_hub(**settings) as hub, pytest.raises(ArtifactError, match=said):
@@ -115,8 +162,10 @@ def test_what_is_no_model_or_names_a_path_is_not_sent(adapter, tmp_path, online)
 
 @pytest.mark.world
 def test_the_command_takes_the_endpoint_of_the_environment(adapter, tmp_path):
+    """A large file goes beside the commit, and is in it."""
     env = os.environ | {"PYTHONPATH": str(Path.cwd()), "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
-    with local_hub() as hub:
+    env |= {"HF_HUB_DISABLE_XET": "1"}
+    with local_hub(stores=".safetensors") as hub:
         done = subprocess.run(
             [sys.executable, "-m", "tplora", "push", str(adapter), "me/mine"],
             env=env | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
@@ -127,7 +176,10 @@ def test_the_command_takes_the_endpoint_of_the_environment(adapter, tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert "pushed: " in done.stdout
-    assert "adapter_model.safetensors" in hub.files
+    (stored,) = hub.stored.values()
+    assert stored == (adapter / "adapter_model.safetensors").read_bytes()
+    assert hub.files["adapter_model.safetensors"] == stored
+    assert len(hub.messages) == 1, "one commit"
 
 
 @pytest.mark.parametrize("text", [card_text, merged_card_text])
@@ -181,10 +233,33 @@ def test_a_merged_model_has_a_card_with_the_bases_licence(base, adapter, tmp_pat
     assert license_of(str(licensed)) is None
     (licensed / "README.md").write_text("---\nlicense: mit\n---\n")
     (tmp_path / "out").mkdir()
-    write_merged_card(adapter, adapter, str(licensed), tmp_path / "out")
+    write_merged_card(adapter, {adapter: 1.0}, str(licensed), tmp_path / "out")
     card = ModelCard((tmp_path / "out" / "README.md").read_text())
     assert card.data.license == "mit"
     assert "# my-llama with a LoRA adapter merged in" in card.content
+
+
+def test_a_merged_models_card_tells_what_went_in_and_no_other_models_loss(base, tmp_path):
+    run, out = tmp_path / "runs" / "first", tmp_path / "out"
+    (run / "adapter").mkdir(parents=True)
+    out.mkdir()
+    (run / "recipe.toml").write_text(RECIPE.replace('output_note = "x"', "").format(base=base))
+    config = LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(base))
+    config.save_pretrained(run / "adapter")
+    records = [json.dumps({"step": step, "eval_loss": 2.0 - step}) for step in (0, 1)]
+    (run / "metrics.jsonl").write_text("\n".join(records) + "\n")
+
+    def card(others, **settings):
+        write_merged_card(run, {run / "adapter": 1.0} | others, str(base), out, **settings)
+        return (out / "README.md").read_text()
+
+    alone = card({}, note="it holds the base as it was; more", dtype="float16")
+    assert "| evaluation loss | 2.0000 -> 1.0000 |" in alone
+    assert "| weights | it holds the base as it was |" in alone
+    assert "| written in | float16 |" in alone
+    both = card({tmp_path / "second": 0.5})
+    assert "| merged in | 1 x `first`, 0.5 x `second` |" in both
+    assert "evaluation loss" not in both
 
 
 def test_a_merged_card_tells_of_the_step_that_was_saved(base, adapter, tmp_path):
@@ -201,14 +276,14 @@ def test_a_merged_card_tells_of_the_step_that_was_saved(base, adapter, tmp_path)
         state = json.dumps({"global_step": step, "best_global_step": 2})
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     (tmp_path / "out").mkdir()
-    write_merged_card(tmp_path, adapter, str(base), tmp_path / "out")
+    write_merged_card(tmp_path, {adapter: 1.0}, str(base), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| steps | 2 |" in card
     assert "| chosen among | the checkpoints of 4 steps |" in card
     assert "| evaluation loss | 3.0000 -> 1.0000 |" in card
     for step in (2, 4):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
-    write_merged_card(tmp_path, adapter, str(base), tmp_path / "out")
+    write_merged_card(tmp_path, {adapter: 1.0}, str(base), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "evaluation loss" not in card
     assert "| steps |" not in card

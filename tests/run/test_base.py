@@ -49,6 +49,19 @@ def test_a_dtype_left_to_the_base_is_the_bases(tmp_path):
     assert find_base(tmp_path, adapter).dtype == torch.bfloat16
 
 
+def test_a_base_that_is_elsewhere_now_is_held_as_in_training(tmp_path):
+    base, elsewhere = _base(tmp_path / "base"), _base(tmp_path / "elsewhere")
+    adapter = _adapter(tmp_path, str(base))
+    _recipe(tmp_path, base, "float32")
+    found = find_base(tmp_path, adapter, named=str(elsewhere))
+    assert (found.path, found.dtype) == (str(elsewhere), torch.float32)
+    bare = _adapter(tmp_path / "bare", None)
+    _record(bare, dtype="float16", held_in="nf4", quantization_config=quantization("nf4").to_dict())
+    found = find_base(bare, bare, named=str(elsewhere))
+    assert (found.path, found.dtype) == (str(elsewhere), torch.float16)
+    assert found.quantization is not None
+
+
 def test_a_bare_adapter_names_its_base_itself(tmp_path):
     base = _base(tmp_path / "base")
     adapter = _adapter(tmp_path, str(base))

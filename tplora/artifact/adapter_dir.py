@@ -5,7 +5,8 @@ the model behaves like the base or like noise. So it is refused here.
 """
 
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,14 @@ from tplora.errors import ArtifactError
 from tplora.saved.config import CONFIG, read_saved_config
 from tplora.saved.tensors import SavedTensors, find_tensors
 
-__all__ = ["AdapterFiles", "FactorPair", "check_fits_base", "read_adapter", "read_structure"]
+__all__ = [
+    "AdapterFiles",
+    "FactorPair",
+    "check_fits_base",
+    "check_is_in_base",
+    "read_adapter",
+    "read_structure",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +149,18 @@ class _UnpairedError(Exception):
     """Why the factors of a module make no pair."""
 
 
+def check_is_in_base(adapter: AdapterFiles, weight_names: Collection[str]) -> None:
+    """Refuse factors of modules that the base does not have; sizes are not looked at.
+
+    Raises:
+        ArtifactError: Naming the first of them.
+    """
+    for pair in adapter.pairs:
+        is_stack = pair.num_matrices > 1 or ".base_layer" in pair.module
+        if not is_stack and f"{pair.module}.weight" not in weight_names:
+            raise _not_in_base(adapter, pair, weight_names)
+
+
 def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Compare the factors with the base's weights, which are named ``<module>.weight``.
 
@@ -153,10 +173,7 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
             _check_fits_stack(adapter, pair, weight_shapes)
             continue
         if found is None:
-            raise ArtifactError(
-                f"{adapter.folder}: {pair.a} belongs to {pair.module}, which the base does not "
-                "have; name the base that this adapter was trained on"
-            )
+            raise _not_in_base(adapter, pair, weight_shapes)
         if tuple(found) != pair.weight_shape and _has_other_tokens(pair, found):
             raise ArtifactError(
                 f"{adapter.folder}: {pair.module} was adapted with {pair.weight_shape[0]} tokens, "
@@ -170,6 +187,30 @@ def check_fits_base(adapter: AdapterFiles, weight_shapes: Mapping[str, tuple[int
                 f"{pair.module} of the base has {list(found)}; a factor that is a shard of the "
                 "full one was saved, or this is another base"
             )
+
+
+def _not_in_base(
+    adapter: AdapterFiles, pair: FactorPair, weight_names: Collection[str]
+) -> ArtifactError:
+    return ArtifactError(
+        f"{adapter.folder}: {pair.a} belongs to {pair.module}, which the base does not "
+        f"have; {_say_renamed(adapter.folder, pair.module, weight_names)}"
+    )
+
+
+def _say_renamed(folder: Path, module: str, weight_names: Collection[str]) -> str:
+    """What to do where a module is not there: other classes of a model call it otherwise."""
+    parts = module.split(".")
+    for k in range(1, len(parts) - 1):
+        tail = ".".join(parts[k:])
+        found = [name for name in weight_names if f".{name}".endswith(f".{tail}.weight")]
+        if len(found) == 1 and any(part.isdigit() for part in parts[k:]):
+            old, new = module.removesuffix(tail), found[0].removesuffix(f"{tail}.weight")
+            return (
+                f"it has {found[0].removesuffix('.weight')}: if that is meant, rename with `tplora "
+                f"convert {shlex.quote(str(folder))} --rename {old}={new} --out OUT`"
+            )
+    return "name the base that this adapter was trained on"
 
 
 def _has_other_tokens(pair: FactorPair, found: tuple[int, ...]) -> bool:

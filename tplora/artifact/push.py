@@ -6,27 +6,24 @@ paths: a base that is a local folder goes out as that folder's name.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from typing import TYPE_CHECKING
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from tplora.adapter.card import is_hub_id, public_name
-from tplora.errors import ArtifactError
+from tplora.errors import ArtifactError, HubError
 from tplora.saved.config import CONFIG
 from tplora.saved.files import find_file, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["check_repo", "push_folder"]
+__all__ = ["check_hub", "check_repo", "push_folder"]
 
 # Of a folder, what a model is; no optimizer's state, no rows, no log.
 _FILES = (
@@ -58,34 +55,70 @@ def push_folder(
         progress: Called with one line before the upload.
 
     Raises:
-        ArtifactError: If the folder holds no model, its card names a path or is not valid, the
-            repository is public and was to be private, or the hub does not take it.
+        ArtifactError: If the folder holds no model, or its card names a path or is not valid.
+        HubError: If the repository is public and was to be private, or the hub does not take it;
+            the folder is as it was.
     """
     check_repo(repo, where="push")
     files = _files(folder)
     _check_card(folder / "README.md")
     api = HfApi(endpoint=endpoint, token=token)
-    try:
+    public = "" if private else " --public"
+    again = f", then `tplora push {shlex.quote(str(folder))} {repo}{public}`: {folder} is whole"
+    with _said_by_hub(repo, token, again=again):
         url = api.create_repo(repo, private=private, exist_ok=True)
-        if private and api.model_info(repo).private is False:
-            raise ArtifactError(
-                f"{repo}: is there already and everybody sees it; name another one, make it "
-                "private, or ask for a public one"
-            )
+        _check_private(api, repo, private=private)
         progress(f"uploading {len(files)} files to {repo}")
         api.create_commit(
             repo, [_operation(path) for path in files], commit_message="Upload with tplora"
         )
-    except (
-        HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError,
-        ValueError,
-    ) as error:  # fmt: skip
-        said = " ".join(str(error).split())[:300]
-        raise ArtifactError(
-            f"{repo}: the hub does not take it ({said}); log in with `hf auth login`, or see that "
-            "the network and HF_ENDPOINT are right"
-        ) from error
     return str(url)
+
+
+def check_hub(
+    repo: str, *, private: bool = True, endpoint: str | None = None, token: str | None = None
+) -> None:
+    """Ask the hub, hours before the upload, what can be known then; creates nothing there.
+
+    The arguments are ``push_folder``'s.
+
+    Raises:
+        HubError: If it cannot be reached, does not know the token, or the repository is public and
+            was to be private.
+    """
+    api = HfApi(endpoint=endpoint, token=token)
+    with _said_by_hub(repo, token):
+        api.whoami()
+        try:
+            _check_private(api, repo, private=private)
+        except RepositoryNotFoundError:
+            return
+
+
+def _check_private(api: HfApi, repo: str, *, private: bool) -> None:
+    if private and api.model_info(repo).private is False:
+        raise HubError(
+            f"{repo}: is there already and everybody sees it; name another one, make it private, "
+            "or ask for a public one"
+        )
+
+
+@contextlib.contextmanager
+def _said_by_hub(repo: str, token: str | bool | None, *, again: str = "") -> Iterator[None]:
+    """What huggingface_hub raises, as one line of ours; no token stands in it."""
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:  # of the network too, whose library is the hub client's own choice
+        said = " ".join(str(error).split())
+        for secret in (token, get_token()):
+            if isinstance(secret, str) and secret:
+                said = said.replace(secret, "...")
+        raise HubError(
+            f"{repo}: the hub does not take it ({said[:300]}); log in with `hf auth login`, or see "
+            f"that the network and HF_ENDPOINT are right{again}"
+        ) from None
 
 
 def check_repo(repo: str, *, where: str) -> None:

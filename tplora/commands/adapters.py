@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,9 +10,11 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter, or a run.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="An adapter, a run, or a hub id.")
+    ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="Another one, to compare it with.")
+        str | None, typer.Argument(metavar="OTHER", help="Another one, to compare it with.")
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="The base's folder, if it is not where the adapter says.")
@@ -24,17 +25,17 @@ def inspect(
     """Show what an adapter holds and what looks wrong in it, or how two differ."""
     from tplora.artifact.comparison import compare_adapters
     from tplora.artifact.inspection import inspect_adapter
-    from tplora.run.folder import find_adapter
+    from tplora.run.folder import find_named
     from tplora.terminal.adapters import as_json, comparison_tables, inspection_tables
     from tplora.terminal.show import show
 
-    folder = find_adapter(adapter)
+    _, folder = find_named(adapter)
     if other is None:
         found = inspect_adapter(folder, base=base)
         tables = inspection_tables(found, by_layer=layers)
         text = as_json(found) if json else None
     else:
-        compared = compare_adapters(folder, find_adapter(other))
+        compared = compare_adapters(folder, find_named(other)[1])
         tables = comparison_tables(compared, by_layer=layers)
         text = as_json(compared) if json else None
     if text is None:

@@ -22,7 +22,9 @@ Value = TypeVar("Value")
 
 
 def convert(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter, or a run.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="An adapter, a run, or a hub id.")
+    ],
     out: Annotated[Path, typer.Option(metavar="OUT", help="Folder of the new adapter.")],
     to_base: Annotated[
         str | None,
@@ -74,7 +76,7 @@ def convert(
     Exact but for --rank, and for the rounding of --dtype. What cannot be kept is refused.
     """
     from tplora.artifact.convert.conversion import Conversion, convert_adapter
-    from tplora.run.folder import find_adapter
+    from tplora.run.folder import find_named
     from tplora.terminal.losses import layer_bar, loss_table
     from tplora.terminal.show import say, show
 
@@ -94,7 +96,7 @@ def convert(
     )
     with layer_bar() as on_layer:
         found = convert_adapter(
-            find_adapter(adapter), out, asked, overwrite=overwrite, on_layer=on_layer
+            find_named(adapter)[1], out, asked, overwrite=overwrite, on_layer=on_layer
         )
     if found.losses:
         show(loss_table(found.losses, by_layer=layers))
@@ -140,11 +142,11 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _weighed(text: str) -> tuple[Path, float]:
-    from tplora.run.folder import find_adapter
+    from tplora.run.folder import find_named
 
     path, equals, value = text.rpartition("=")
     try:
         weight = float(value) if equals else 1.0
     except ValueError:
         raise typer.BadParameter(f"{value!r} is no number", param_hint="--add") from None
-    return find_adapter(Path(path if equals else text)), weight
+    return find_named(path if equals else text)[1], weight

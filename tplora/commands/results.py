@@ -7,15 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from tplora.commands.arguments import RunPath
+from tplora.commands.arguments import BaseName, RunName
 
 __all__ = ["export", "generate", "push", "verify"]
 
 
 def export(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder, an adapter's, or a hub id.")
-    ],
+    run: RunName,
     merged: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Folder of the merged model.")
     ] = None,
@@ -31,10 +29,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Folder of the adapter that --for writes.")
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="The base's folder or hub id.", show_default="what it was trained on"),
-    ] = None,
+    base: BaseName = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,11 +94,12 @@ def export(
 
 
 def verify(
-    run: RunPath,
+    run: RunName,
     merged: Annotated[
         Path | None,
         typer.Option(metavar="OUT", help="Check this merged model, not the adapter."),
     ] = None,
+    base: BaseName = None,
     tolerance: Annotated[
         float | None,
         typer.Option(min=0, help="Fraction of the largest logit.", show_default="by dtype"),
@@ -111,13 +107,15 @@ def verify(
 ) -> None:
     """Reload a run's adapter in plain PEFT, or its merged model, and compare logits.
 
-    Leaves a record, verify.json, beside what was checked.
+    What is right is what the trained model said; of an adapter without a run, what tplora's own
+    layers say with it. Leaves a record, verify.json, beside what was checked.
     """
     from tplora.errors import ArtifactError
     from tplora.run.verify import check_run
     from tplora.terminal.show import say, show_table
 
-    found, record = check_run(run, merged=merged, tolerance=tolerance, progress=say)
+    done = check_run(run, merged=merged, base=base, tolerance=tolerance, progress=say)
+    found = done.report
     where = "of a logit, in plain PEFT" if merged is None else "of a logit, merged"
     show_table(
         [
@@ -126,35 +124,38 @@ def verify(
             ("effect of the adapter", f"{found.max_effect:.3g} (the same, without it)"),
             ("same next token", f"{found.top1_agreement:.1%} of {found.num_positions} places"),
             ("KL divergence", f"{found.kl_divergence:.2g} nats"),
-            ("record", str(record)),
+            ("record", "not kept, in the hub's cache" if done.record is None else str(done.record)),
         ]
     )
     if not found.passed:
         what = "adapter" if merged is None else "model"
         raise ArtifactError(f"{merged or run}: not verified, see above; do not use this {what}")
     how = "plain PEFT" if merged is None else "the merged model"
-    say(f"verified: {how} says what the trained model said", style="green")
+    said = "the trained model said" if done.has_run else "tplora's layers say with the adapter"
+    say(f"verified: {how} says what {said}", style="green")
 
 
 def generate(
-    run: RunPath,
+    run: RunName,
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
     tp_size: Annotated[int, typer.Option(min=1, help="Processes to cut the model over.")] = 1,
+    base: BaseName = None,
 ) -> None:
     """Answer a prompt with a run's base and adapter."""
     from tplora.mesh import current_processes
-    from tplora.run.folder import find_adapter
+    from tplora.run.folder import find_named
     from tplora.terminal.steps import start_ranks
 
-    find_adapter(run)
+    find_named(run)
     if tp_size > 1 and not current_processes().is_launched:
-        argv = ["generate", str(run), "--max-new-tokens", str(max_new_tokens)]
+        argv = ["generate", run, "--max-new-tokens", str(max_new_tokens)]
+        argv += [] if base is None else ["--base", base]
         start_ranks([*argv, "--tp-size", str(tp_size), "--", prompt], tp_size, log_folder=None)
         return
     from tplora.run.generate import run_generate
 
-    run_generate(run, prompt, max_new_tokens=max_new_tokens, tp_size=tp_size)
+    run_generate(run, prompt, max_new_tokens=max_new_tokens, tp_size=tp_size, base_name=base)
 
 
 def push(

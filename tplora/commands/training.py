@@ -147,12 +147,13 @@ def bench(
 def check(recipe: RecipePath, set_: Overrides = None) -> None:
     """Check what can be known before training: recipe, rows, plan."""
     from tplora.recipe.check import read_recipe
-    from tplora.run.preflight import tokenize_recipe_rows
+    from tplora.run.preflight import check_upload, tokenize_recipe_rows
     from tplora.terminal.planned import planned_axes, show_plan
     from tplora.terminal.show import say
 
     asked = read_recipe(recipe, set_ or [])
     show_plan(asked, axes=planned_axes(asked))
+    check_upload(asked)
     for rows in tokenize_recipe_rows(asked):
         say(rows.summary())
     say(f"ready: tplora finetune {recipe}", style="green")

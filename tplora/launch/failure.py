@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tplora.errors import DataError, LaunchError, RecipeError, ShardError, TploraError
+from tplora.errors import (
+    DataError,
+    HubError,
+    LaunchError,
+    RecipeError,
+    ShardError,
+    TploraError,
+)
 
 __all__ = [
     "Exit",
@@ -29,8 +36,9 @@ _USAGE = 2  # what a command line exits with that cannot be understood
 _WRAPPERS = ("runpy", os.path.join("launch", "rank.py"), os.path.join("tplora", "__main__.py"))
 _WRAPPER_PACKAGES = ("typer", "click")
 
-# What the same run does again, whenever it is started: asked for wrongly, not gone wrong.
-_CERTAIN = (RecipeError, DataError, ShardError, LaunchError)
+# What the same run does again, whenever it is started: asked for wrongly, not gone wrong. A run
+# whose upload failed is complete, and would be trained again for nothing.
+_CERTAIN = (RecipeError, DataError, HubError, ShardError, LaunchError)
 
 # What gloo and NCCL say when the other side is gone: a consequence, hardly ever the cause.
 _LOST_PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")

@@ -13,6 +13,7 @@ from tplora.plan.target import expert_names
 from tplora.recipe.lora_fields import OWN_KEYS
 from tplora.recipe.lora_rules import say_method, say_value
 from tplora.saved.config import read_saved_config
+from tplora.saved.hub import fetch_adapter, is_on_hub
 from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
@@ -63,7 +64,13 @@ def build_lora_config(
 
 
 def started_from(folder: str) -> Path:
-    """Where the files of an adapter to start from lie: in a run's folder, or right there."""
+    """Where the files of an adapter to start from lie: in a run's folder, right there, or fetched.
+
+    Raises:
+        ArtifactError: If it is a hub id, and the hub does not give it.
+    """
+    if is_on_hub(folder):
+        return fetch_adapter(folder)
     inside = Path(folder) / "adapter"
     return inside if (inside / "adapter_config.json").is_file() else Path(folder)
 

@@ -145,7 +145,7 @@ def _say_init(value: object) -> str | None:
 def _start_problems(lora: Mapping[str, Any], places: Places) -> Iterator[str]:
     """An adapter to start from brings its own config."""
     folder = Path(lora["adapter_name_or_path"])
-    if not folder.is_dir():
+    if folder.is_absolute() and not folder.is_dir():  # what is not may be a hub id
         need = "no such folder; name one that holds adapter_config.json, or a run's"
         yield say_problem(["lora", "adapter_name_or_path"], need, places=places, value=str(folder))
     for key in lora.keys() - set(BESIDE_AN_ADAPTER):

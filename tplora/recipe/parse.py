@@ -187,7 +187,10 @@ def _absolute(table: str, values: Mapping[str, Any], path: Path) -> dict[str, An
     }[table]
     for key in keys:
         text = values.get(key)
-        if isinstance(text, str) and text and (table != "model" or _is_local(text, folder)):
+        if not isinstance(text, str) or not text:
+            continue
+        may_be_hub_id = (table == "lora" and _may_be_on_hub(text, folder)) or table == "model"
+        if not may_be_hub_id or _is_local(text, folder):
             values[key] = str((folder / Path(text).expanduser()).resolve())
     return values
 
@@ -197,3 +200,8 @@ def _is_local(text: str, folder: Path) -> bool:
         return False
     looks_local = text.startswith((".", "/", "~")) or text.endswith(".gguf")
     return looks_local or (folder / text).exists()
+
+
+def _may_be_on_hub(text: str, folder: Path) -> bool:
+    """A folder's name with a slip in it is not sent to the hub as somebody's repository."""
+    return text.count("/") == 1 and not (folder / text).parent.is_dir()

@@ -17,7 +17,7 @@ from tplora.recipe.parse import load_recipe
 from tplora.recipe.schema import ModelTable
 from tplora.saved.config import read_saved_config
 
-__all__ = ["Base", "find_base", "named_base"]
+__all__ = ["Base", "find_base"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,11 @@ class Base:
 
 
 def find_base(
-    run: Path, adapter: Path, *, progress: Callable[[str], None] = lambda message: None
+    run: Path,
+    adapter: Path,
+    *,
+    named: str | None = None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> Base:
     """The base of a run: from its ``recipe.toml``, or of a bare adapter, from what lies beside it.
 
@@ -51,6 +55,7 @@ def find_base(
     Args:
         run: The run's folder.
         adapter: The adapter's folder.
+        named: Folder or hub id of the base, if it is elsewhere now; it is held as in training.
         progress: Called with one line before each long step.
 
     Raises:
@@ -62,36 +67,26 @@ def find_base(
     kept = run / "recipe.toml"
     recipe = load_recipe(kept) if kept.is_file() else None
     if recipe is None:
-        model, quantization = _recorded(adapter)
+        model, quantization = _recorded(adapter, named)
     else:
         model, quantization = recipe.model, build_quantization_config(recipe.quantization)
-    source = resolve_model(model, recipe_folder=run, progress=progress)
+    if named is not None:
+        model = ModelTable(pretrained_model_name_or_path=named, dtype=model.dtype)
+    folder = run if named is None else Path()
+    source = resolve_model(model, recipe_folder=folder, progress=progress)
     revision = None if source.is_local else model.revision
     check_same_base(adapter, source.path, revision=revision)
     dtype = _dtype(model.dtype, source.path, revision)
     return Base(path=source.path, revision=revision, dtype=dtype, quantization=quantization)
 
 
-def _recorded(adapter: Path) -> tuple[ModelTable, BitsAndBytesConfig | None]:
+def _recorded(adapter: Path, named: str | None) -> tuple[ModelTable, BitsAndBytesConfig | None]:
     """What a bare adapter says of its base: its name, and how it was held."""
-    model, record = _named_by(adapter), read_base_record(adapter)
+    model = ModelTable(pretrained_model_name_or_path=named) if named else _named_by(adapter)
+    record = read_base_record(adapter)
     if record is None:
         return model, None
     return model.model_copy(update={"dtype": record.dtype}), record.quantization_config
-
-
-def named_base(name: str, *, progress: Callable[[str], None] = lambda message: None) -> Base:
-    """A base that was named itself, a folder or a hub id, in the dtype that its config says.
-
-    Raises:
-        SourceError: If it cannot be had.
-    """
-    model = ModelTable(pretrained_model_name_or_path=name)
-    source = resolve_model(model, recipe_folder=Path(), progress=progress)
-    revision = None if source.is_local else model.revision
-    return Base(
-        path=source.path, revision=revision, dtype=_dtype(model.dtype, source.path, revision)
-    )
 
 
 def _named_by(adapter: Path) -> ModelTable:
@@ -99,8 +94,8 @@ def _named_by(adapter: Path) -> ModelTable:
     name = config.base_model_name_or_path
     if not name:
         raise ArtifactError(
-            f"{adapter / 'adapter_config.json'}: names no base; write the base's folder or hub id "
-            "into base_model_name_or_path"
+            f"{adapter / 'adapter_config.json'}: names no base; name its folder or hub id with "
+            "--base, or write it into base_model_name_or_path"
         )
     return ModelTable(pretrained_model_name_or_path=name, revision=config.revision)
 

@@ -20,7 +20,7 @@ from tplora.train.checkpoint_files import find_best_step
 from tplora.train.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tplora.recipe.schema import Recipe
 
@@ -97,7 +97,15 @@ def license_of(base: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def write_merged_card(run: Path, adapter: Path, base: str, out: Path) -> None:
+def write_merged_card(
+    run: Path,
+    adapters: Mapping[Path, float],
+    base: str,
+    out: Path,
+    *,
+    note: str = "",
+    dtype: str | None = None,
+) -> None:
     """Write the card of a merged model into its folder, with what the run's folder tells.
 
     Of a run whose best step was saved, no step and no loss where its checkpoints are gone: nothing
@@ -105,10 +113,13 @@ def write_merged_card(run: Path, adapter: Path, base: str, out: Path) -> None:
 
     Args:
         run: The run's folder, or the adapter's.
-        adapter: The adapter's.
+        adapters: Folder of each to its weight; the first is the run's.
         base: Folder or hub id of the base.
         out: The merged model's folder.
+        note: What there is to know of a base that was quantised.
+        dtype: What was asked for.
     """
+    adapter = next(iter(adapters))
     facts, details = {}, {}
     if (run / "recipe.toml").is_file():
         recipe = load_recipe(run / "recipe.toml")
@@ -119,10 +130,23 @@ def write_merged_card(run: Path, adapter: Path, base: str, out: Path) -> None:
         facts = card_facts(recipe, read_metrics(file) if is_known else [], best_step)
         plan = run / "plan.txt"
         details = card_details(recipe, plan.read_text("utf-8") if plan.is_file() else "")
+    if list(adapters.values()) != [1.0]:
+        facts.pop("evaluation loss", None)  # of another model than this one
+        facts["merged in"] = ", ".join(
+            f"{weight:g} x `{_own_name(folder)}`" for folder, weight in adapters.items()
+        )
+    facts |= {"weights": note.partition(";")[0]} if note else {}
+    facts |= {"written in": dtype} if dtype else {}
     text = merged_card_text(
         read_saved_config(adapter), facts, details=details, license_name=license_of(base)
     )
     write_text_aside(out / "README.md", text, overwrite=True)
+
+
+def _own_name(adapter: Path) -> str:
+    """Of a run, or of the folder itself."""
+    place = adapter.resolve()
+    return place.parent.name if place.name == "adapter" else place.name
 
 
 def without_paths(text: str) -> str:

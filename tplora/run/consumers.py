@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.adapter_dir import check_is_in_base, read_adapter
 from tplora.artifact.checkpoint import find_base_folder
 from tplora.artifact.consumer_form import write_for
 from tplora.artifact.consumers import CONSUMERS
 from tplora.errors import ArtifactError
+from tplora.plan.facts import read_facts
 from tplora.run.export import DTYPES, find_parts
+from tplora.upstream import build_meta_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from transformers import PretrainedConfig
 
     from tplora.artifact.adapter_dir import AdapterFiles
 
@@ -67,6 +71,7 @@ def export_for(
     parts = find_parts(named, base=base, progress=progress)
     adapter = read_adapter(parts.adapter)
     config = AutoConfig.from_pretrained(parts.base.path, revision=parts.base.revision)
+    check_is_in_base(adapter, _weight_names(config))
     of_base = "" if base is None else f" --base {shlex.quote(base)}"
     merged = shlex.quote(f"{out}-merged")
     copies_of = None  # of a hub's base, the weights are fetched only if they are asked for
@@ -86,6 +91,12 @@ def export_for(
         base=shlex.quote(parts.base.path), out=shlex.quote(str(out)), rank=_room(consumer, adapter)
     )
     return Exported(title=CONSUMERS[consumer].title, changes=fit.changes, serve=serve)
+
+
+def _weight_names(config: PretrainedConfig) -> set[str]:
+    """Of the model that the base's config makes, without its weights."""
+    facts = read_facts(build_meta_model(config, trust_remote_code=False))
+    return {one.name for one in facts.parameters} | {f"{one.name}.weight" for one in facts.modules}
 
 
 def _check_dtype(consumer: str, dtype: str | None) -> None:

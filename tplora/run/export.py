@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from tplora.artifact.merge import MergeReport, merge_into
 from tplora.base.fingerprint import check_same_base
 from tplora.errors import ArtifactError
-from tplora.run.base import Base, find_base, named_base
-from tplora.run.folder import find_adapter
+from tplora.run.base import Base, find_base
+from tplora.run.folder import find_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from tplora.artifact.base_tensors import BaseTensors
 
 __all__ = ["DTYPES", "Parts", "find_parts", "merge_parts"]
 
-_ADAPTER_FILES = ["adapter_*", "tokenizer*", "*.jinja", "*.model", "vocab.*", "merges.txt",
-                  "added_tokens.json", "special_tokens_map.json"]  # fmt: skip
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -32,6 +28,8 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 class Parts:
     """What is to be put together."""
 
+    run: Path
+    """The folder that was named."""
     base: Base
     adapters: Mapping[Path, float]
     """Folder to the weight of its delta; the first is the one that was named."""
@@ -63,22 +61,18 @@ def find_parts(
         ArtifactError: If there is no such adapter, a weight is no number, or an adapter was
             trained on another base.
     """
-    run, adapter = _adapter_of(named)
+    run, adapter = find_named(named)
     adapters = {adapter: weight}
     for other in others:
         path, value = _weighed(other)
-        folder = _adapter_of(path)[1]
+        folder = find_named(path)[1]
         if folder in adapters:
             raise ArtifactError(f"--adapter {other}: is named twice; name each adapter once")
         adapters[folder] = value
-    found = (
-        find_base(run, adapter, progress=progress)
-        if base is None
-        else named_base(base, progress=progress)
-    )
+    found = find_base(run, adapter, named=base, progress=progress)
     for folder in adapters:
         check_same_base(folder, found.path, revision=found.revision)
-    return Parts(base=found, adapters=adapters)
+    return Parts(run=run, base=found, adapters=adapters)
 
 
 def merge_parts(
@@ -119,18 +113,3 @@ def _weighed(text: str) -> tuple[str, float]:
         raise ArtifactError(
             f"--adapter {text}: {value!r} is no number; write PATH=WEIGHT, as runs/a=0.5"
         ) from None
-
-
-def _adapter_of(named: str) -> tuple[Path, Path]:
-    """The folder that was named, and the adapter in it; a hub id is fetched."""
-    path = Path(named).expanduser()
-    if path.exists() or named.startswith((".", "/", "~")) or named.count("/") != 1:
-        return path, find_adapter(path)
-    try:
-        fetched = Path(snapshot_download(named, allow_patterns=_ADAPTER_FILES))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ArtifactError(
-            f"{named}: no such folder, and the hub does not give it "
-            f"({str(error).strip().partition(chr(10))[0]}); name a run's or an adapter's folder"
-        ) from error
-    return fetched, find_adapter(fetched)

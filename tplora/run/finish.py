@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tplora.mesh import Processes
-    from tplora.recipe.schema import Recipe
+    from tplora.recipe.schema import ExportTable, Recipe
     from tplora.run.base import Base
 
 __all__ = ["finish"]
@@ -28,18 +28,15 @@ def finish(
     recipe: Recipe, base: Base, folder: Path, processes: Processes, best_step: int | None
 ) -> RunSummary:
     """What one process does alone, once the others have given their memory back."""
-    report = None
+    report, not_pushed = None, ""
     if processes.rank == 0 and recipe.export.verify:
         report = _verify(base, folder)
     if processes.rank == 0 and recipe.export.merged:
-        merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
-        write_merged_card(folder, folder / "adapter", base.path, folder / "merged")
+        note = merge_into_base(base, folder / "adapter", folder / "merged", overwrite=True)
+        parts = {folder / "adapter": 1.0}
+        write_merged_card(folder, parts, base.path, folder / "merged", note=note)
     if processes.rank == 0 and recipe.export.push_to_hub is not None:
-        push_folder(
-            folder / "adapter",
-            recipe.export.push_to_hub,
-            private=recipe.export.hub_private_repo,
-        )
+        not_pushed = _push(folder / "adapter", recipe.export)
     records = read_metrics(folder / "metrics.jsonl") if processes.rank == 0 else []
     losses = first_and_last(records, "eval_loss", best_step) or (None, None)
     return RunSummary(
@@ -51,7 +48,17 @@ def finish(
         best_step=best_step,
         can_merge=can_merge_into(folder / "merged", folder / "adapter"),
         verified_difference=None if report is None else report.max_abs_diff,
+        not_pushed=not_pushed,
     )
+
+
+def _push(adapter: Path, export: ExportTable) -> str:
+    """Upload what is complete already; what went wrong, if anything did."""
+    try:
+        push_folder(adapter, str(export.push_to_hub), private=export.hub_private_repo)
+    except ArtifactError as error:
+        return str(error)
+    return ""
 
 
 def _verify(base: Base, folder: Path) -> VerifyReport:

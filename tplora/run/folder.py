@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tplora.errors import ArtifactError
 from tplora.files import check_writable
+from tplora.saved.hub import fetch_adapter, is_on_hub
 
 __all__ = [
     "LOGS",
@@ -14,6 +15,7 @@ __all__ = [
     "clear_run_folder",
     "drop_the_end",
     "find_adapter",
+    "find_named",
     "find_probe",
 ]
 
@@ -64,6 +66,17 @@ def clear_run_folder(folder: Path) -> None:
 def drop_the_end(folder: Path) -> None:
     """Remove what says that the run in ``folder`` is over: it goes on, and will write it anew."""
     _remove(_own_files(folder, _END))
+
+
+def find_named(named: str | Path) -> tuple[Path, Path]:
+    """The folder that a person named, and the adapter in it; of a hub id what is fetched.
+
+    Raises:
+        ArtifactError: If there is none.
+    """
+    text = str(named)
+    run = fetch_adapter(text) if is_on_hub(text) else Path(text).expanduser()
+    return run, find_adapter(run)
 
 
 def find_adapter(run: Path) -> Path:

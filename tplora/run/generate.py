@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
-from tplora.adapter.attach import attach_adapter
-from tplora.adapter.load import load_factors
-from tplora.artifact.adapter_dir import read_adapter
-from tplora.base.load import load_base
-from tplora.base.resize import resize_tokens
 from tplora.mesh import current_processes, join_process_group, leave_process_group
+from tplora.run.adapted import load_adapted
 from tplora.run.base import find_base
-from tplora.run.folder import find_adapter
+from tplora.run.folder import find_named
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,41 +19,35 @@ if TYPE_CHECKING:
 
     from tplora.run.base import Base
 
-__all__ = ["run_generate"]
+__all__ = ["read_tokenizer", "run_generate"]
 
 
-def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -> str:
+def run_generate(
+    named: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    tp_size: int,
+    base_name: str | None = None,
+) -> str:
     """Write the answer to the terminal as it comes; return it.
 
     Collective: every rank of the tp group calls it; the first rank writes. The most likely token
     each time, so that every tp_size gives the same answer.
 
     Args:
-        run: A run's folder, or an adapter's.
+        named: A run's folder, an adapter's, or a hub id of one.
         prompt: What to answer; through the chat template if the tokenizer has one.
         max_new_tokens: Tokens to write at most.
         tp_size: Ranks that the model is cut over; any, whatever it was trained with.
+        base_name: The base's folder or hub id; what the run or the adapter names when left out.
     """
     processes = current_processes()
     device = join_process_group(processes)
-    adapter = find_adapter(run)
-    base = find_base(run, adapter)
-    tokenizer = _read_tokenizer(adapter, base)
-    model = load_base(
-        base.path,
-        tp_size=tp_size,
-        device=device,
-        dtype=base.dtype,
-        revision=base.revision,
-        **base.options,
-    )
-    saved = read_adapter(adapter)
-    num_tokens = saved.num_tokens
-    if num_tokens > model.get_input_embeddings().weight.shape[0]:
-        resize_tokens(model, num_tokens, seed=0)  # the adapter has the new rows
-    model = attach_adapter(model, saved.config)
-    load_factors(model, adapter)
-    model.eval()
+    run, adapter = find_named(named)
+    base = find_base(run, adapter, named=base_name)
+    tokenizer = read_tokenizer(adapter, base)
+    model = load_adapted(adapter, base, tp_size=tp_size, device=device)
     inputs = _encode(tokenizer, prompt).to(device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with torch.no_grad():
@@ -74,7 +64,7 @@ def run_generate(run: Path, prompt: str, *, max_new_tokens: int, tp_size: int) -
     return answer
 
 
-def _read_tokenizer(adapter: Path, base: Base) -> PreTrainedTokenizerBase:
+def read_tokenizer(adapter: Path, base: Base) -> PreTrainedTokenizerBase:
     """The adapter's; the base's if none lies beside the adapter, as peft alone leaves it."""
     if any(adapter.glob("tokenizer*")):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(adapter)

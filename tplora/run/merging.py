@@ -29,14 +29,18 @@ MergeInto = Literal["auto", "dequantized", "original"]
 """What a user may ask for; "auto" is the dequantised base of what was quantised."""
 
 
-def merge_into_base(base: Base, adapter: Path, out: Path, *, overwrite: bool = False) -> None:
+def merge_into_base(base: Base, adapter: Path, out: Path, *, overwrite: bool = False) -> str:
     """Merge an adapter into its base, the dequantised one of a base that was quantised.
+
+    Returns:
+        What there is to know of a base that was quantised.
 
     Raises:
         ArtifactError: As ``merge_adapters``.
     """
     with base_to_merge_into(base) as source:
         merge_into(source.tensors, {adapter: 1.0}, out, overwrite=overwrite)
+        return source.note
 
 
 _DEQUANTIZED = (

@@ -11,9 +11,10 @@ from trl import SFTConfig
 
 from tplora.adapter.card import is_hub_id
 from tplora.artifact.mergeable import unmergeable_field
+from tplora.artifact.push import check_hub
 from tplora.base.fingerprint import BASE, check_same_base
 from tplora.base.source import ModelSource, resolve_model
-from tplora.errors import PlanError
+from tplora.errors import HubError, PlanError
 from tplora.plan.build import Plan, build_plan
 from tplora.plan.initial import alone_problem
 from tplora.plan.lora import started_from
@@ -27,7 +28,7 @@ from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
 from tplora.train.packing import pack_rows
 from tplora.train.rows import read_rows
 
-__all__ = ["plan_recipe", "tokenize_recipe_rows"]
+__all__ = ["check_upload", "plan_recipe", "tokenize_recipe_rows"]
 
 # The default of every config of trl's.
 _MAX_LENGTH = 1024
@@ -70,6 +71,22 @@ def plan_recipe(
     if problems:
         raise PlanError(problems)
     return plan
+
+
+def check_upload(recipe: Recipe) -> None:
+    """Ask the hub whether it will take the adapter, if that is to be uploaded in the end.
+
+    Raises:
+        HubError: If it cannot be reached, or would refuse.
+    """
+    repo = recipe.export.push_to_hub
+    if repo is not None:
+        try:
+            check_hub(repo, private=recipe.export.hub_private_repo)
+        except HubError as error:
+            raise HubError(
+                f"export.push_to_hub: {error}; or leave it out, and `tplora push` the run later"
+            ) from None
 
 
 def _check_start(recipe: Recipe, source: ModelSource, setup: AdapterSetup) -> None:

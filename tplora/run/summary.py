@@ -23,6 +23,8 @@ class RunSummary:
     """Whether base and adapter can be merged file by file."""
     verified_difference: float | None
     """Largest difference of a logit in plain PEFT; None when it was not looked at."""
+    not_pushed: str = ""
+    """Why the upload failed that was asked for."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each fact there is."""

@@ -79,7 +79,8 @@ def comparison_tables(found: Comparison, *, by_layer: bool = False) -> Renderabl
 def _deltas(layers: Sequence[DeltaDifference], *, by_layer: bool) -> Table:
     groups = _grouped(layers, by_layer=by_layer)
     common = _common(groups)
-    table = _table(f"module {common}", "n", "r", "|delta A|", "|delta B|", "difference", "cosine")
+    columns = ("n", "r", "|delta A|", "|delta B|", "difference", "cosine")
+    table = _table("module", *columns, title=common)
     for kind, group in groups.items():
         table.add_row(
             kind.removeprefix(common),
@@ -119,7 +120,7 @@ def _plain(value: Any) -> Any:
 def _factors(layers: Sequence[LayerFacts], *, by_layer: bool) -> Table:
     groups = _grouped(layers, by_layer=by_layer)
     common = _common(groups)
-    table = _table(f"module {common}", "n", "r", "A", "B", "|A|", "|B|", "|delta|")
+    table = _table("module", "n", "r", "A", "B", "|A|", "|B|", "|delta|", title=common)
     for kind, group in groups.items():
         deltas = [one.delta_norm for one in group if one.delta_norm is not None]
         table.add_row(
@@ -176,9 +177,16 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
+def _table(first: str, *columns: str, title: str = "") -> Table:
+    table = Table(
+        title=f"\n{title}" if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    # Names stay whole, and numbers are folded, where a terminal is narrow.
+    table.add_column(first, overflow="fold", no_wrap=True)
     for column in columns:
         table.add_column(column, overflow="fold", justify="right")
     return table
@@ -190,10 +198,10 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     if any(math.isnan(value) for value in values):
         return "nan"
-    return low if low == high else f"{low}..{high}"
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return f"{max(values):.3g}" if low == high else f"{low}..{high}"
 
 
 def _short(text: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tplora.artifact.push import check_repo, push_folder
+from tplora.artifact.push import check_hub, check_repo, push_folder
 from tplora.run.card import write_merged_card
 from tplora.run.consumers import export_for
 from tplora.run.evaluate import say_merged_loss
@@ -16,6 +15,7 @@ from tplora.terminal.show import byte_bar, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["export_and_say", "merge_and_say"]
 
@@ -69,6 +69,7 @@ def merge_and_say(
         return
     if push_to_hub is not None:
         check_repo(push_to_hub, where="--push-to-hub")
+        check_hub(push_to_hub, private=private)
     parts = find_parts(named, base=base, weight=weight, others=others, progress=say)
     with (
         base_to_merge_into(parts.base, into=into) as source,
@@ -85,11 +86,13 @@ def merge_and_say(
         )
     if report.unchanged:
         say(f"{len(report.unchanged)} of {len(report.changed)} tensors came out as the base's")
-    write_merged_card(Path(named), parts.adapter, parts.base.path, merged)
+    write_merged_card(
+        parts.run, parts.adapters, parts.base.path, merged, note=source.note, dtype=dtype
+    )
     say(f"merged model: {merged}", style="green")
-    if push_to_hub is not None:
-        say(f"pushed: {push_folder(merged, push_to_hub, private=private, progress=say)}")
     if source.note:
         say(source.note)
         if evaluate:
-            say_merged_loss(Path(named), merged, parts.base, say=say)
+            say_merged_loss(parts.run, merged, parts.base, say=say)
+    if push_to_hub is not None:
+        say(f"pushed: {push_folder(merged, push_to_hub, private=private, progress=say)}")

@@ -149,8 +149,10 @@ def prepare_rank(recipe: Recipe, folder: Path, *, rank: int, axes: Axes, start: 
 def _prepare(recipe: Recipe, folder: Path, *, axes: Axes, overwrite: bool) -> None:
     """Check folder and plan, show the plan, then clear the folder: nothing is lost to a mistake."""
     from tplora.run.folder import check_run_folder, clear_run_folder
+    from tplora.run.preflight import check_upload
 
     check_run_folder(folder, overwrite=overwrite)
+    check_upload(recipe)
     show_plan(recipe, axes=axes)
     clear_run_folder(folder)
 
@@ -159,6 +161,7 @@ def _prepare_resume(
     recipe: Recipe, folder: Path, *, axes: Axes, is_first: bool, start: Start
 ) -> bool:
     """Check that the run can go on and show its plan; touches nothing unless it begins anew."""
+    from tplora.run.preflight import check_upload
     from tplora.run.resume import NothingToResumeError, find_resume
 
     tell = say if is_first else _say_nothing
@@ -174,6 +177,7 @@ def _prepare_resume(
         tell(f"{folder}: this run is complete; its adapter is {folder / 'adapter'}")
         return False
     if is_first:
+        check_upload(recipe)
         show_plan(recipe, axes=axes)
     return True
 
@@ -186,9 +190,10 @@ def train(recipe: Recipe, folder: Path, *, rank: int, start: Start) -> None:
     """Run the recipe in this process, one of the ranks; the first one shows what came of it.
 
     Raises:
+        HubError: Of a run that is complete and was not uploaded, though it was asked for.
         SystemExit: With 75, if the run was asked to end.
     """
-    from tplora.errors import PreemptedError
+    from tplora.errors import HubError, PreemptedError
     from tplora.mesh import PREEMPTED
     from tplora.run.finetune import run_finetune
 
@@ -201,6 +206,8 @@ def train(recipe: Recipe, folder: Path, *, rank: int, start: Start) -> None:
     if rank == 0:
         show_table(summary.rows())
         say("\n" + "\n".join(summary.next_commands()))
+        if summary.not_pushed:
+            raise HubError(f"the run is complete, and was not uploaded: {summary.not_pushed}")
 
 
 def start_ranks(
