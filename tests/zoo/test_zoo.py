@@ -7,7 +7,7 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from tests.zoo import table
-from tests.zoo.build import architectures, build_model, tiny_config
+from tests.zoo.build import VOCAB, architectures, build_model, tiny_config
 from tests.zoo.parity import deviations
 from tplora.errors import PlanError
 from tplora.plan.architectures import proven_architectures, proven_classes
@@ -31,6 +31,15 @@ def test_two_ranks_are_one_process(world2, model_type, tmp_path):
     _assert_exact(world2.run(deviations, str(tmp_path), 2), row.precision)
     config = AutoConfig.from_pretrained(tmp_path)
     assert table.describe(model_type, config, row.precision) == row
+
+
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ALL)
+def test_layers_that_an_adapter_leaves_out_are_exact(world2, model_type, tmp_path):
+    build_model(model_type).save_pretrained(tmp_path)
+    found = world2.run(deviations, str(tmp_path), 2, VOCAB, 2)
+    _assert_exact(found, ROWS[model_type].precision)
 
 
 def _often(model_type):
