@@ -210,7 +210,7 @@ def _with_slopes(
         partial, weights = head.partial(logits.detach(), own[rows])
         stats.append(softmax.combine(_gather(partial, head.group)))
         slope = softmax.label_slope(weights, partial[0], own[rows], stats[-1])
-        with torch.autocast(leaves[0].device.type, enabled=False):
+        with torch.autocast(**_autocast_of(leaves[0]) | {"enabled": False}):
             inputs = [leaf for leaf in leaves if leaf.requires_grad]
             slopes.append(torch.autograd.grad(logits, inputs, slope))
     whole = {name: torch.cat([one[name] for one in stats]) for name in stats[0]}
