@@ -16,7 +16,7 @@ from tests.parity import assert_is_shard
 from tests.tiny import VOCAB
 from tests.train.test_head import LargestLogits
 from tests.world import RankError
-from tplora.adapter.head import deferred, reading, statistics
+from tplora.adapter.head import chunked, deferred, reading
 from tplora.adapter.head.deferred import DeferredLogits
 from tplora.errors import ShardError
 
@@ -114,7 +114,7 @@ def _run(model, case):
 
 def _chunked(tokens=CHUNK):
     piece = -(-VOCAB // world_size())
-    return mock.patch.object(statistics, "CHUNK_BYTES", 4 * tokens * piece)
+    return mock.patch.object(chunked, "CHUNK_BYTES", 4 * tokens * piece)
 
 
 def _config(case):

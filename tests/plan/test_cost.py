@@ -93,6 +93,14 @@ def test_the_count_is_right_whichever_layers_share_an_input(world2, checkpoint, 
     _assert_plan_is_right(world2, checkpoint(name, **CUT), config)
 
 
+def test_layers_without_an_adapter_share_their_input_too(checkpoint):
+    few, all_of_them = (
+        predict(_plan(checkpoint("llama", **CUT), lora(target_modules=targets), 2))
+        for targets in (["q_proj", "v_proj"], "all-linear")
+    )
+    assert few == all_of_them
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_process_communicates_nothing(checkpoint, name):
     plan = _plan(checkpoint(name, **CUT), lora(), 1)

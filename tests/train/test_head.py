@@ -18,7 +18,7 @@ from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.tiny import VOCAB
 from tests.world import RankError
 from tplora.adapter.attach import attach_adapter
-from tplora.adapter.head import statistics as loss_module
+from tplora.adapter.head import chunked
 from tplora.adapter.head.fused import install_fused_head
 from tplora.base.load import load_base
 
@@ -82,7 +82,7 @@ def _here(path, case):
     model = attach_adapter(base, _config(case), seed=SEED).train()
     install_fused_head(base)
     piece = -(-VOCAB // world_size())
-    with mock.patch.object(loss_module, "CHUNK_BYTES", 4 * case.chunk * piece), InDouble():
+    with mock.patch.object(chunked, "CHUNK_BYTES", 4 * case.chunk * piece), InDouble():
         outputs = model(**_inputs(case), fused_lm_head=True)
         _backward(outputs)
     return model, outputs

@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.communication import Recorded, count_collectives
+from tests.models import world_size
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
+from tplora.adapter.head import chunked, softmax
 from tplora.adapter.head import statistics as loss
-from tplora.adapter.head.statistics import LabelStatistics, label_statistics
+from tplora.adapter.head.statistics import LabelStatistics, label_log_probs, label_statistics
 from tplora.collectives import replicate_input
 from tplora.plan.style import shard_range
 
@@ -36,6 +38,12 @@ class Case:
         if self.softcap is not None:
             z = self.softcap * torch.tanh(z / self.softcap)
         return z / self.temperature
+
+    def in_chunks(self) -> Any:
+        num_bytes = chunked.CHUNK_BYTES
+        if self.chunk_tokens is not None:
+            num_bytes = self.chunk_tokens * 4 * -(-V // world_size())
+        return mock.patch.object(chunked, "CHUNK_BYTES", num_bytes)
 
     def project(self, *tensors: torch.Tensor) -> torch.Tensor:
         return self.change(_project(*tensors))
@@ -84,7 +92,8 @@ def _plain(case: Case, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def _own(numbers: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
     """This rank's leaves: the head's rows are cut, h and A are whole."""
-    start, stop = shard_range(V, dist.get_rank(), dist.get_world_size())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    start, stop = shard_range(V, rank, world_size())
     own = {name: numbers[name].detach().clone() for name in ("h", "a")}
     own |= {name: numbers[name].detach()[start:stop].clone() for name in ("w", "bias", "b")}
     return {name: tensor.requires_grad_() for name, tensor in own.items()}, start
@@ -94,10 +103,7 @@ def _statistics(case: Case, numbers: dict[str, torch.Tensor]) -> tuple[LabelStat
     own, start = _own(numbers)
     group = dist.group.WORLD
     h = replicate_input(own["h"], group)
-    num_bytes = loss.CHUNK_BYTES
-    if case.chunk_tokens is not None:
-        num_bytes = case.chunk_tokens * 4 * -(-V // dist.get_world_size())
-    with mock.patch.object(loss, "CHUNK_BYTES", num_bytes):
+    with case.in_chunks():
         found = label_statistics(
             (h,),
             (own["w"], own["bias"], own["a"], own["b"]),
@@ -197,14 +203,14 @@ def test_a_half_precision_head_is_counted_in_float32(world2, dtype):
     world2.run(_low_precision, dtype)
 
 
-def _communication(case: Case) -> tuple[list[tuple[str, int]], dict[str, int]]:
+def _communication(case: Case, read: Any) -> tuple[list[tuple[str, int]], dict[str, int]]:
     numbers = _numbers(case)
     own, start = _own(numbers)
     kept: list[Any] = []
 
     def forward() -> None:
         kept.append(
-            label_statistics(
+            read(
                 (own["h"],),
                 (own["w"], own["bias"], own["a"], own["b"]),
                 numbers["labels"],
@@ -217,14 +223,16 @@ def _communication(case: Case) -> tuple[list[tuple[str, int]], dict[str, int]]:
 
     with Recorded() as sent:
         forward()
-    return sent.calls, count_collectives(lambda: kept[0].log_probs.sum().backward())
+    found = kept[0] if isinstance(kept[0], torch.Tensor) else kept[0].log_probs
+    return sent.calls, count_collectives(lambda: found.sum().backward())
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("num_tokens", [1, 11])
-def test_communication_is_one_gather_of_seven_numbers_a_token(world, num_tokens):
-    wanted = ([("all_gather", 7 * num_tokens * 8)], {})
-    assert world.run(_communication, Case(num_tokens=num_tokens)) == [wanted] * world.size
+@pytest.mark.parametrize(("read", "numbers"), [(label_statistics, 7), (label_log_probs, 3)])
+def test_communication_is_one_gather_of_a_few_numbers_a_token(world, num_tokens, read, numbers):
+    wanted = ([("all_gather", numbers * num_tokens * 8)], {})
+    assert world.run(_communication, Case(num_tokens=num_tokens), read) == [wanted] * world.size
 
 
 def _largest_logits(chunk_tokens: int) -> int:
@@ -274,14 +282,77 @@ def test_a_head_that_is_whole_needs_no_group(alone):
     alone.run(_whole_head)
 
 
+# --- a frozen head
+
+
+def _log_probs_of_a_frozen_head(case: Case, read: Any) -> int:
+    """Against whole logits; how many tokens went through the head, of each that there is."""
+    numbers = _numbers(case)
+    _plain(case, numbers)["log_probs"].backward(numbers["d_log_probs"])
+    own, start = _own(numbers)
+    frozen, calls = tuple(own[name].detach() for name in ("w", "bias", "a", "b")), []
+
+    def project(rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return case.project(rows, *rest)
+
+    group = dist.group.WORLD if world_size() > 1 else None
+    hidden = own["h"] if group is None else replicate_input(own["h"], group)
+    where = {"vocab_start": start, "vocab_size": V, "group": group}
+    with case.in_chunks():
+        found = read((hidden,), frozen, numbers["labels"], project, **where)
+        found = found.log_probs if isinstance(found, LabelStatistics) else found
+        found.backward(numbers["d_log_probs"])
+    wanted = _plain(case, numbers)["log_probs"].detach()
+    assert_is_shard(shard=found.detach(), full=wanted, dim=None, what="log_probs", atol=1e-11)
+    full = numbers["h"].grad
+    assert_is_shard(shard=own["h"].grad, full=full, dim=None, what="dh", atol=1e-11)
+    if group is not None:
+        assert_same_on_all_ranks(tensor=own["h"].grad, what="dh")
+    return sum(calls) // case.num_tokens
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("read", [label_log_probs, label_statistics])
+@pytest.mark.parametrize("name", ["softcap", "all of it", "one token"])
+def test_logits_of_one_chunk_are_computed_once(world, read, name):
+    times = 1 if CASES[name].chunk_tokens is None else 2
+    found = world.run(_log_probs_of_a_frozen_head, CASES[name], read)
+    assert found == [times] * world.size
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("read", [label_log_probs, label_statistics])
+def test_one_process_computes_no_chunk_twice(alone, read):
+    assert alone.run(_log_probs_of_a_frozen_head, CASES["all of it"], read) == [1]
+
+
+def _own_part_only(weights: Any, own_max: Any, own: Any, _whole: Any) -> torch.Tensor:
+    return _LABEL_SLOPE(weights, own_max, own, {"max": own_max, "log_total": weights.sum(-1).log()})
+
+
+_LABEL_SLOPE = softmax.label_slope
+
+
+def _while_its_slope_is_of_its_own_part() -> None:
+    with mock.patch.object(softmax, "label_slope", _own_part_only):
+        _log_probs_of_a_frozen_head(CASES["plain"], label_log_probs)
+
+
+@pytest.mark.world
+def test_parity_sees_a_slope_of_the_own_part_alone(world2):
+    with pytest.raises(RankError, match="dh"):
+        world2.run(_while_its_slope_is_of_its_own_part)
+
+
 # --- broken on purpose
 
 
 def _while_broken(name: str) -> None:
     breaks = {
         "own part only": mock.patch.object(loss, "_gather", lambda partial, _group: partial[None]),
-        "no rescaling": mock.patch.object(loss, "_combine", _combine_without_rescaling),
-        "entropy forgotten": mock.patch.object(loss, "_grad_logits", _grad_without_entropy),
+        "no rescaling": mock.patch.object(softmax, "combine", _combine_without_rescaling),
+        "entropy forgotten": mock.patch.object(softmax, "grad_logits", _grad_without_entropy),
         "input not summed": mock.patch(f"{__name__}.replicate_input", lambda x, _group: x),
     }
     with breaks[name]:
@@ -298,7 +369,7 @@ def _grad_without_entropy(logits: Any, own: Any, size: Any, *per_token: Any) -> 
     return _GRAD_LOGITS(logits, own, size, *given)
 
 
-_COMBINE, _GRAD_LOGITS = loss._combine, loss._grad_logits
+_COMBINE, _GRAD_LOGITS = softmax.combine, softmax.grad_logits
 
 
 @pytest.mark.world

@@ -31,8 +31,13 @@ from tplora.upstream.peft_keys import peft_file_keys
 OPTIONS = {"dtype": torch.float64, "experts_implementation": "eager"}
 
 
-def everything(config) -> LoraConfig:
-    """LoRA on every linear, embedding, head, router and stack of experts that PEFT can adapt."""
+def everything(config, every: int = 1) -> LoraConfig:
+    """LoRA on every linear, embedding, head, router and stack of experts that PEFT can adapt.
+
+    Args:
+        config: The architecture.
+        every: Of the modules only each so manyth, by name.
+    """
     model = build_meta_model(copy.deepcopy(config), trust_remote_code=False)
     facts = read_facts(model)
     head = model.get_output_embeddings()  # of a tied model, not among its parameters
@@ -45,7 +50,7 @@ def everything(config) -> LoraConfig:
     return LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=sorted(fit),
+        target_modules=sorted(fit)[::every],
         target_parameters=sorted(stacks) or None,
         task_type="CAUSAL_LM",
     )
@@ -179,11 +184,11 @@ class Pair:
 
 
 def deviations(
-    path: str, tp_size: int, vocab: int = VOCAB, *, packs: bool = False
+    path: str, tp_size: int, vocab: int = VOCAB, *, packs: bool = False, every: int = 1
 ) -> dict[str, tuple[float, str]]:
     """The largest relative difference of each kind, and where it was; of joined rows if asked."""
     with Double():
-        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)))
+        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path), every))
         data = batches(vocab)
         pair.compare_base(data[1])
         pair.draw_factors()

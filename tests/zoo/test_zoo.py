@@ -57,6 +57,15 @@ def test_joined_rows_stay_apart_where_the_table_says_so(model_type):
     assert is_apart == ROWS[model_type].packs
 
 
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ALL)
+def test_layers_that_an_adapter_leaves_out_are_exact(world2, model_type, tmp_path):
+    build_model(model_type).save_pretrained(tmp_path)
+    found = world2.run(partial(deviations, every=2), str(tmp_path), 2)
+    _assert_exact(found, ROWS[model_type].precision)
+
+
 def _often(model_type):
     marks = () if model_type in table.OFTEN_AT_FOUR else pytest.mark.slow
     return pytest.param(model_type, marks=marks)

@@ -160,13 +160,14 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         tensors: Mapping[str, torch.Tensor],
         late: LateGradients | None = None,
     ) -> torch.Tensor:
+        b, scaling = tensors["B"], float(self.scaling[name])
         bias = None if self.adds_bias_after_sum else tensors.get("bias")
-        if late is None or bias is not None:
-            delta = F.linear(down, tensors["B"], bias)
-        else:
-            delta = project_up(down, tensors["B"], late)
-        added: torch.Tensor = result + delta * self.scaling[name]
-        return added
+        if late is not None and bias is None:
+            return result + project_up(down, b, late) * scaling
+        if bias is None and result.dtype == down.dtype == b.dtype:  # one pass over y, not three
+            rows, own = result.reshape(-1, result.shape[-1]), down.reshape(-1, down.shape[-1])
+            return torch.addmm(rows, own, b.t(), alpha=scaling).view(result.shape)
+        return result + F.linear(down, b, bias) * scaling
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``scaling * B A``, placed as W is; PEFT merges it. No communication.

@@ -20,6 +20,7 @@ from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
 from tplora.adapter.dropout import ForwardSeed
+from tplora.adapter.frozen import run_on_pieces
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.head.defer import DefersLogits
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
@@ -111,6 +112,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         self._shared_input = shared_input
         self._beside: dict[str, dict[str, Factor]] = {}
         self._take_factors("default", plan.layers, plan.trained)
+        run_on_pieces(self.get_base_model(), plan.facts, mesh, shared_input)
         if data_rank is None:
             data_rank = 0 if self.data is None else self.data.rank
         if is_sharded_over_data(model):
@@ -298,10 +300,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             )
         kwargs.pop("state_dict", None)
         save_adapter(
-            self,
-            save_directory,
-            adapter_names=selected_adapters,
-            is_writer=is_main_process,
+            self, save_directory, adapter_names=selected_adapters, is_writer=is_main_process
         )
 
 

@@ -120,9 +120,10 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     It is not where a style communicates by what its module is given, as those around experts do,
     and where a norm is trained: its place among the layers says what flows back to which of them.
 
-    Adapted column-parallel layers that read one tensor share the reduction of its gradient; those
-    that transformers runs reduce their own. Nothing flows back to where nothing is trained: a layer
-    has no gradient of its input to reduce before the first adapted layer, nor does that one.
+    Column-parallel layers that read one tensor share the reduction of its gradient; those without
+    an adapter that are quantised, or compute more than a linear, reduce their own. Nothing flows
+    back to where nothing is trained: a layer has no gradient of its input to reduce before the
+    first adapted layer, nor does that one.
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
@@ -131,13 +132,14 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     ):
         return None
     adapted = {layer.module_name for layer in plan.layers} | {part.name for part in plan.trained}
+    sharing = adapted | {module.name for module in plan.facts.modules if _is_shared(plan, module)}
     forward = backward = 0
     is_trained_below = False
     for group in _in_order(plan.facts.modules):
         styles = [(module, _style_of(module)) for module in group]
         forward += sum(_forward_collectives(module, style) for module, style in styles)
         if is_trained_below:
-            backward += _backward_collectives(styles, adapted)
+            backward += _backward_collectives(styles, sharing)
         is_trained_below |= any(module.name in adapted for module in group)
     factors = [f for layer in plan.layers for f in layer.factors]
     factors += [f for part in plan.trained for _, f in part.factors]
@@ -171,9 +173,15 @@ def _forward_collectives(module: ModuleFacts, style: Style) -> int:
     return int(is_summed or style.gathers_output)
 
 
-def _backward_collectives(styles: list[tuple[ModuleFacts, Style]], adapted: set[str]) -> int:
+def _is_shared(plan: Plan, module: ModuleFacts) -> bool:
+    """Whether a layer without an adapter shares the reduction of its input's gradient."""
+    is_packed = plan.quantization is not None and plan.quantization.holds(f"{module.name}.weight")
+    return module.has_plain_forward and not is_packed
+
+
+def _backward_collectives(styles: list[tuple[ModuleFacts, Style]], sharing: set[str]) -> int:
     readers = [
-        module.name in adapted
+        module.name in sharing
         for module, style in styles
         if module.kind == "linear" and style.weight_shard_dim == 0
     ]

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
     from tplora.plan.facts import ModelFacts, PartFacts, PartKind
 
-__all__ = ["TrainedPlan", "part_problem", "place_parameter", "plan_part", "style_of"]
+__all__ = [
+    "TrainedPlan",
+    "part_problem",
+    "place_parameter",
+    "plan_part",
+    "runs_on_pieces",
+    "style_of",
+]
 
 What = Literal["module", "tokens", "bias"]
 
@@ -68,6 +75,14 @@ def style_of(part: PartFacts, tp_size: int) -> Style:
     if part.kind == "linear" or part.kind == "embedding":
         return STYLES[part.kind][part.style]
     return Style(weight_shard_dim=None, is_replica_grad_partial=part.style == _SUMMED)
+
+
+def runs_on_pieces(part: PartFacts) -> bool:
+    """Whether a part is cut and computes what torch's own class does: so may we, on pieces."""
+    if part.kind != "linear" and part.kind != "embedding":
+        return False
+    style = STYLES[part.kind].get(part.style)
+    return style is not None and style.weight_shard_dim is not None
 
 
 def place_parameter(shape: tuple[int, ...], leaf: str, style: Style) -> FactorPlan:

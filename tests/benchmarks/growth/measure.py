@@ -1,12 +1,12 @@
 """A step of tplora at many sizes, and the formulas that its cost should follow.
 
-    bytes a rank gives  =  e T H (4 L + 1)  +  e T V / P  +  7 e r H L            P > 1; e = 4
+    bytes a rank gives  =  e T H (4 L + 1)  +  3 e N  +  7 e r H L            P > 1; e = 4
 
-    T tokens   H hidden size   L layers   V vocabulary   P tp_size
+    T tokens   N labels, one fewer a row   H hidden size   L layers   P tp_size
 
 The first term is two sums a layer forward and two backward (the first layer's input has no
-gradient), the embedding's sum and the head's; the second gathers logits (a plain ``labels=`` step,
-without the fused head); the third is the bucket: A of q, k, v, gate, up and B of o and down.
+gradient), the embedding's sum and the head's; the second gathers three numbers a label, of which
+the loss is made; the third is the bucket: A of q, k, v, gate, up and B of o and down.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def bytes_of(work: Work, config: Any) -> int:
         return 0
     tokens, hidden, layers = work.rows * work.length, config.hidden_size, config.num_hidden_layers
     activations = tokens * hidden * (4 * layers + 1)
-    logits = tokens * -(-config.vocab_size // work.tp_size)
-    return 4 * (activations + logits + 7 * work.r * hidden * layers)
+    statistics = 3 * (tokens - work.rows)
+    return 4 * (activations + statistics + 7 * work.r * hidden * layers)
 
 
 def measure(work: Work, python: str, *, num_repeats: int) -> dict[str, Any]:

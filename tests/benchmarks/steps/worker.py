@@ -58,7 +58,7 @@ def _config(kind: Any, r: int) -> Any:
 
 
 class Stepper:
-    """Forward with labels, backward, AdamW by torch's own means."""
+    """Forward with labels, backward, AdamW by torch's own means; tplora's as its trainer has it."""
 
     def __init__(self, model: Any, settings: dict[str, Any]) -> None:
         self.model = model.train()
@@ -68,6 +68,10 @@ class Stepper:
         self.tokens = torch.randint(0, vocab, shape, generator=draw)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
+        if getattr(model, "mesh", None) is not None:
+            from tplora.train.local_steps import step_on_pieces  # noqa: PLC0415
+
+            step_on_pieces(self.optimizer, model.factors().values())
 
     def __call__(self) -> float:
         loss = self.model(input_ids=self.tokens, labels=self.tokens).loss

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from tplora.adapter.head.deferred_tensor import DeferredTensor
-from tplora.adapter.head.statistics import LabelStatistics, label_statistics
+from tplora.adapter.head.statistics import LabelStatistics, label_log_probs, label_statistics
 from tplora.collectives import gather_last_dim
 from tplora.errors import ShardError
 
@@ -88,9 +88,18 @@ class _Recipe:
 
     def statistics(self, labels: torch.Tensor) -> LabelStatistics:
         """Of each row, ``[N]`` labels for ``[N, H]`` inputs. Collective, one all-gather."""
+        found: LabelStatistics = self._read(label_statistics, labels)
+        return found
+
+    def log_probs(self, labels: torch.Tensor) -> torch.Tensor:
+        """``statistics(labels).log_probs`` alone. Collective, one all-gather."""
+        found: torch.Tensor = self._read(label_log_probs, labels)
+        return found
+
+    def _read(self, read: Callable[..., Any], labels: torch.Tensor) -> Any:
         self.check_unchanged()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
-            return label_statistics(
+            return read(
                 self.inputs,
                 self.project.parameters,
                 labels,

@@ -5,33 +5,37 @@
     log p(label) = z[label] - logsumexp(z),   z = head(h) over the whole vocabulary
 
 Each rank computes the logits of its part of the vocabulary, chunk by chunk, and keeps seven numbers
-a token; one all-gather of these gives every rank the statistics of the whole vocabulary. No
-rank holds ``[N, V]``, nor ``[N, V/P]``: only ``[chunk, V/P]``. Backward computes the chunk again.
+a token, or three where a loss reads no more; one all-gather of these gives every rank the
+statistics of the whole vocabulary. No rank holds ``[N, V]``, nor ``[N, V/P]``: only
+``[chunk, V/P]``.
+
+Logits of a frozen head are computed once: while a chunk is there, forward takes the slope
+``d log p(label) / dh`` as well, ``[n, H]``, and backward multiplies it with what comes in. That
+needs the whole vocabulary's statistics of the chunk: it is done in one process, and where all
+tokens are one chunk. Else, where something of the head is trained, and for gradients of other
+statistics, backward computes the chunk again.
 
 Source: Shoeybi et al. 2019, section 3 (fusing the output layer with the loss); Wijmans et al. 2024
-    for computing the chunk again.
+    for computing the chunk again; Hsu et al. 2024 for the gradient that forward computes.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from tplora.adapter.head import softmax
+from tplora.adapter.head.chunked import ChunkedHead
 
+if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    Project = Callable[..., torch.Tensor]
+    from tplora.adapter.head.chunked import Project
 
-__all__ = ["LabelStatistics", "label_statistics"]
-
-CHUNK_BYTES = 64 * 2**20
-"""Logits of one chunk in float32, per rank: large enough for full-speed products."""
+__all__ = ["LabelStatistics", "label_log_probs", "label_statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,56 +85,74 @@ def label_statistics(
         vocab_size: V.
         group: The tp group, or None when the head is whole.
     """
-    head = _Head(project, len(inputs), vocab_start, vocab_size, group)
-    outputs: tuple[torch.Tensor, ...] = _LabelStatistics.apply(  # type: ignore[no-untyped-call]
-        head, labels, *inputs, *parameters
-    )
+    head = ChunkedHead(project, len(inputs), vocab_start, vocab_size, group)
+    outputs = _apply(head, labels, inputs, parameters)
     return LabelStatistics(**dict(zip(_OUTPUTS, outputs, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """What both directions of ``_LabelStatistics`` need and autograd does not."""
+def label_log_probs(
+    inputs: tuple[torch.Tensor, ...],
+    parameters: tuple[torch.Tensor, ...],
+    labels: torch.Tensor,
+    project: Project,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    group: ProcessGroup | None,
+) -> torch.Tensor:
+    """``label_statistics(...).log_probs``, in fewer passes over the logits.
 
-    project: Project
-    num_inputs: int
-    vocab_start: int
-    vocab_size: int
-    group: ProcessGroup | None
+    Communication: forward, one all-gather of ``[3, N]`` float32; backward, none.
+    """
+    head = ChunkedHead(project, len(inputs), vocab_start, vocab_size, group, is_label_only=True)
+    return _apply(head, labels, inputs, parameters)[0]
 
-    def logits(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """This rank's logits of one chunk, float32 (float64 for a float64 model)."""
-        z = self.project(*tensors)
-        return z if z.dtype == torch.float64 else z.float()
 
-    def chunks(
-        self, tensors: tuple[torch.Tensor, ...]
-    ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-        """Rows of the inputs, few enough that their logits stay small, with the parameters."""
-        num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        step = max(1, CHUNK_BYTES // (4 * -(-self.vocab_size // num_ranks)))
-        inputs, parameters = tensors[: self.num_inputs], tensors[self.num_inputs :]
-        for start in range(0, inputs[0].shape[0], step):
-            rows = slice(start, start + step)
-            yield rows, (*(tensor[rows] for tensor in inputs), *parameters)
+def _apply(
+    head: ChunkedHead,
+    labels: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    parameters: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    takes_slopes = (
+        torch.is_grad_enabled()
+        and any(one.requires_grad for one in inputs)
+        and not any(one.requires_grad for one in parameters)
+        and len(labels) > 0
+        and (head.group is None or len(labels) <= head.chunk_size)
+    )
+    outputs: tuple[torch.Tensor, ...] = _LabelStatistics.apply(  # type: ignore[no-untyped-call]
+        head, takes_slopes, labels, *inputs, *parameters
+    )
+    return outputs
 
 
 class _LabelStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, head: _Head, labels: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        head: ChunkedHead,
+        takes_slopes: bool,
+        labels: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         own = labels - head.vocab_start
-        parts = [
-            _partial_statistics(head.logits(pieces), own[rows], head.vocab_start)
-            for rows, pieces in head.chunks(tensors)
-        ]
-        partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((7, 0))
-        stats = _combine(_gather(partial, head.group))
-        ctx.head, ctx.autocast = head, _autocast_of(tensors[0])
-        ctx.save_for_backward(own, stats["max"], stats["log_total"], stats["entropy"], *tensors)
+        slopes: list[torch.Tensor] = []
+        if takes_slopes:
+            wanted = ctx.needs_input_grad[3 : 3 + head.num_inputs]
+            stats, slopes = _with_slopes(head, own, tensors, wanted)
+        else:
+            stats = _statistics(head, own, tensors)
+        ctx.head, ctx.autocast, ctx.num_slopes = head, _autocast_of(tensors[0]), len(slopes)
+        ctx.set_materialize_grads(False)
+        again: tuple[torch.Tensor | None, ...] = ()
+        if not (takes_slopes and head.is_label_only):
+            again = (own, stats["max"], stats["log_total"], stats.get("entropy"), *tensors)
+        ctx.save_for_backward(*slopes, *again)
+        if head.is_label_only:
+            return (stats["log_probs"],)
         outputs = (
-            (stats["label"] - stats["max"]) - stats["log_total"],
+            stats["log_probs"],
             stats["entropy"],
             stats["max"] + stats["log_total"],
             stats["sum"] / head.vocab_size,
@@ -143,28 +165,89 @@ class _LabelStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        own, *statistics = ctx.saved_tensors[:4]
-        tensors = ctx.saved_tensors[4:]
-        head: _Head = ctx.head
-        wanted = ctx.needs_input_grad[2:]
-        grads = [_zeros(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
-        per_token = (*statistics, *grad_outputs[:_NUM_DIFFERENTIABLE])
-        for rows, pieces in head.chunks(tuple(tensors)):
-            leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                logits = head.logits(tuple(leaves))
-            of_rows = (one[rows, None] for one in per_token)
-            grad_logits = _grad_logits(logits.detach(), own[rows], head.vocab_size, *of_rows)
-            fresh = torch.autograd.grad(logits, [t for t in leaves if t.requires_grad], grad_logits)
-            totals = [
-                grad[rows] if k < head.num_inputs else grad
-                for k, grad in enumerate(grads)
-                if grad is not None
+        slopes, again = ctx.saved_tensors[: ctx.num_slopes], ctx.saved_tensors[ctx.num_slopes :]
+        d_log_probs, *others = grad_outputs[:_NUM_DIFFERENTIABLE]
+        wanted = ctx.needs_input_grad[3:]
+        if slopes and all(one is None for one in others):
+            left = iter(slopes)
+            grads = [
+                _scaled(next(left), d_log_probs) if is_wanted else None for is_wanted in wanted
             ]
-            for total, part in zip(totals, fresh, strict=True):
-                total.add_(part)
-        narrow = (None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
-        return (None, None, *narrow)
+        else:
+            others += [None] * (_NUM_DIFFERENTIABLE - 1 - len(others))
+            grads = _compute_again(ctx, wanted, again, (d_log_probs, *others))
+        return (None, None, None, *grads)
+
+
+def _statistics(
+    head: ChunkedHead, own: torch.Tensor, tensors: tuple[torch.Tensor, ...]
+) -> dict[str, torch.Tensor]:
+    """Of all tokens, after one all-gather."""
+    parts = [
+        head.partial(head.logits(pieces), own[rows])[0] for rows, pieces in head.chunks(tensors)
+    ]
+    num_numbers = softmax.num_statistics(is_label_only=head.is_label_only)
+    partial = torch.cat(parts, dim=1) if parts else tensors[0].new_zeros((num_numbers, 0))
+    return softmax.combine(_gather(partial, head.group))
+
+
+def _with_slopes(
+    head: ChunkedHead,
+    own: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    wanted: tuple[bool, ...],
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The same, and of each input that is wanted ``d log p(label) / d input``, ``[N, H]``."""
+    stats: list[dict[str, torch.Tensor]] = []
+    slopes: list[tuple[torch.Tensor, ...]] = []
+    for rows, pieces in head.chunks(tensors):
+        leaves = [
+            piece.detach().requires_grad_(is_wanted)
+            for piece, is_wanted in zip(pieces, wanted, strict=False)
+        ]
+        with torch.enable_grad():
+            logits = head.logits((*leaves, *pieces[head.num_inputs :]))
+        partial, weights = head.partial(logits.detach(), own[rows])
+        stats.append(softmax.combine(_gather(partial, head.group)))
+        slope = softmax.label_slope(weights, partial[0], own[rows], stats[-1])
+        with torch.autocast(**_autocast_of(leaves[0]) | {"enabled": False}):
+            inputs = [leaf for leaf in leaves if leaf.requires_grad]
+            slopes.append(torch.autograd.grad(logits, inputs, slope))
+    whole = {name: torch.cat([one[name] for one in stats]) for name in stats[0]}
+    return whole, [torch.cat(one) for one in zip(*slopes, strict=True)]
+
+
+def _scaled(slope: torch.Tensor, d_log_probs: torch.Tensor) -> torch.Tensor:
+    return (slope * d_log_probs[:, None]).to(slope.dtype)
+
+
+def _compute_again(
+    ctx: Any,
+    wanted: tuple[bool, ...],
+    again: tuple[torch.Tensor, ...],
+    grad_outputs: tuple[torch.Tensor | None, ...],
+) -> list[torch.Tensor | None]:
+    """Gradients of the tensors, from logits that are computed chunk by chunk once more."""
+    head: ChunkedHead = ctx.head
+    own, *statistics = again[:4]
+    tensors = again[4:]
+    grads = [_zeros(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
+    per_token = (*statistics, *grad_outputs)
+    for rows, pieces in head.chunks(tensors):
+        leaves = [p.detach().requires_grad_(w) for p, w in zip(pieces, wanted, strict=True)]
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            logits = head.logits(tuple(leaves))
+        of_rows: Any = (None if one is None else one[rows, None] for one in per_token)
+        grad_logits = softmax.grad_logits(logits.detach(), own[rows], head.vocab_size, *of_rows)
+        fresh = torch.autograd.grad(logits, [t for t in leaves if t.requires_grad], grad_logits)
+        totals = [
+            grad[rows] if k < head.num_inputs else grad
+            for k, grad in enumerate(grads)
+            if grad is not None
+        ]
+        for total, part in zip(totals, fresh, strict=True):
+            total.add_(part)
+    return [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -184,63 +267,6 @@ def _autocast_of(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _own_labels(own: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each label's column in this rank's part ``[n, 1]``, and whether it lies there.
-
-    Without asking the device how many do: that would wait for it, once a chunk.
-    """
-    is_here = (own >= 0) & (own < num_columns)
-    return own.clamp(0, num_columns - 1)[:, None], is_here[:, None]
-
-
-def _grad_logits(
-    logits: torch.Tensor,
-    own: torch.Tensor,
-    vocab_size: int,
-    largest: torch.Tensor,
-    log_total: torch.Tensor,
-    entropy: torch.Tensor,
-    d_log_probs: torch.Tensor,
-    d_entropy: torch.Tensor,
-    d_lse: torch.Tensor,
-    d_mean: torch.Tensor,
-) -> torch.Tensor:
-    """Gradient of this rank's logits, from those of the token's statistics (``d_...``).
-
-    d log p(label) / dz_v = [v is label] - p_v,   d entropy / dz_v = - p_v (log p_v + entropy),
-    d lse / dz_v = p_v,   d mean / dz_v = 1 / V
-    """
-    log_p = (logits - largest) - log_total  # in this order, no digit is lost to a large logit
-    grad = log_p.exp().mul_(d_lse - d_log_probs - d_entropy * (log_p + entropy))
-    grad += d_mean / vocab_size
-    columns, is_here = _own_labels(own, logits.shape[1])
-    return grad.scatter_add_(1, columns, d_log_probs * is_here)
-
-
-def _partial_statistics(logits: torch.Tensor, own: torch.Tensor, vocab_start: int) -> torch.Tensor:
-    """Seven numbers a token from this rank's part: ``[7, n]``.
-
-    max m, sum e^(z-m), sum (z-m) e^(z-m), sum z, sum e^2(z-m), the label's z (-inf if elsewhere),
-    and the place of m in the whole vocabulary, exact in float32 up to 2^24 tokens.
-    """
-    top, place = logits.max(dim=-1)
-    below = logits - top[:, None]
-    weights = below.exp()
-    columns, is_here = _own_labels(own, logits.shape[1])
-    label = logits.gather(1, columns).masked_fill(~is_here, -math.inf).squeeze(1)
-    return torch.stack(
-        [
-            top,
-            weights.sum(-1),
-            (weights * below).sum(-1),
-            logits.sum(-1),
-            weights.square().sum(-1),
-            label,
-            (place + vocab_start).to(top.dtype),
-        ]
-    )
-
-
 def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """``[P, 7, N]`` from every rank's ``[7, N]``; one all-gather."""
     if group is None:
@@ -248,21 +274,3 @@ def _gather(partial: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     parts = [torch.empty_like(partial) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, partial.contiguous(), group=group)
     return torch.stack(parts)
-
-
-def _combine(parts: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Statistics over the whole vocabulary from those of its parts ``[P, 7, N]``."""
-    top, rank = parts[:, 0].max(dim=0)  # of equal maxima the first, as argmax has it
-    below = parts[:, 0] - top
-    rescale = below.exp()
-    total = (parts[:, 1] * rescale).sum(0)
-    mean_below = ((parts[:, 2] + below * parts[:, 1]) * rescale).sum(0) / total
-    return {
-        "top": parts[:, 6].gather(0, rank[None])[0].long(),
-        "max": top,
-        "log_total": total.log(),
-        "entropy": total.log() - mean_below,
-        "sum": parts[:, 3].sum(0),
-        "log_sum_sq_probs": ((parts[:, 4] * rescale.square()).sum(0) / total.square()).log(),
-        "label": parts[:, 5].max(dim=0).values,
-    }
