@@ -11,6 +11,7 @@ from tests.tiny import write_checkpoint
 from tests.world import World
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """The whole suite runs in as many processes as there are cores, a part of it in this one."""
     is_whole = config.args == config.getini("testpaths")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.zoo.build import build_model
+from tests.zoo.build import architectures, build_model
 from tests.zoo.multimodal import write_checkpoint
 from tplora.base import load, mends, verify
 from tplora.base.load import load_base
@@ -110,18 +111,15 @@ def test_gate_and_up_the_other_way_round_are_seen(world2, saved):
 
 
 def _in_parts(path: str) -> list[int]:
-    """Compare at most 2 kB of each weight; give what was gathered."""
+    """Compare at most 2 kB of each weight; give what this rank compared."""
     sizes = []
 
-    def count(weights, files):
+    def count(model, weights, *others):
         sizes.extend(weight.numel() * weight.element_size() for weight in weights.values())
-        return first_difference(weights, files)
+        return difference(model, weights, *others)
 
-    first_difference = verify._first_difference
-    with (
-        _set(verify, "_LARGE_BYTES", 2048),
-        _set(verify, "_first_difference", count),
-    ):
+    difference = verify._difference
+    with _set(verify, "_LARGE_BYTES", 2048), _set(verify, "_difference", count):
         model = load_base(path, tp_size=2, **OPTIONS)
         weights = dict(model.named_parameters())
         name = next(name for name in weights if name.endswith("o_proj.weight"))
@@ -135,12 +133,45 @@ def _in_parts(path: str) -> list[int]:
 @pytest.mark.world
 @pytest.mark.parametrize("model_type", ["llama4_text", "mixtral", "qwen3_moe", "hrm_text"])
 def test_of_large_weights_a_part_is_compared(world2, saved, model_type):
-    sizes, nothing = world2.run(_in_parts, saved(model_type))
-    assert sizes
-    assert not nothing, "the first rank reads"
+    first, second = world2.run(_in_parts, saved(model_type))
+    assert first, "both compare"
+    assert second
+    sizes = first + second
     whole = [weight.numel() * 4 for weight in build_model(model_type).parameters()]
     if model_type != "hrm_text":  # what falls out of a fused weight is compared whole
         assert max(sizes) < max(whole) / 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("num_weights", [3, 21, 300])
+@pytest.mark.parametrize("num_together", [1, 3])
+def test_no_rank_compares_more_than_a_tenth_of_what_it_holds(num_weights, num_ranks, num_together):
+    held, names = 4 << 30, [str(number) for number in range(num_weights)]
+    joined = [names[at : at + num_together] for at in range(0, num_weights, num_together)]
+    size = verify._part_bytes(held, joined, num_ranks)
+    owners = verify._divided(joined, dict.fromkeys(names, (size,)), num_ranks)
+    assert owners.keys() == set(names)
+    assert all(len({owners[name] for name in one}) == 1 for one in joined)
+    assert max(Counter(owners.values()).values()) * size <= held / 10
+
+
+def _small_parts(path: str) -> None:
+    with _set(verify, "_LARGE_BYTES", 64):
+        load_base(path, tp_size=2, **OPTIONS)
+
+
+@pytest.mark.world
+def test_weights_that_fuse_in_the_checkpoint_are_cut_short_alike(world2, saved):
+    world2.run(_small_parts, saved("lara_mini"))
+
+
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", architectures())
+def test_parts_of_every_architecture_are_parts_of_what_it_was_loaded_from(
+    world2, saved, model_type
+):
+    world2.run(_small_parts, saved(model_type))
 
 
 def _unreadable(path: str) -> None:
@@ -158,20 +189,28 @@ def test_a_checkpoint_that_cannot_be_read_again_is_said_on_every_rank(world2, sa
 
 def _loads(path: str) -> list[str]:
     compared = []
-    first_difference = verify._first_difference
 
-    def note(weights, files):
-        compared.extend(verify._names_there(sorted(weights), files))
-        return first_difference(weights, files)
+    def note(model, weights, there, files):
+        compared.extend(weights.keys() & there.keys())
+        return difference(model, weights, there, files)
 
-    with _set(verify, "_first_difference", note):
+    difference = verify._difference
+    with _set(verify, "_difference", note):
         load_base(path, tp_size=2, **OPTIONS)
     return compared
 
 
+def _compared(world, path):
+    found = world.run(_loads, path)
+    assert all(found), "each rank compares some"
+    names = [name for names in found for name in names]
+    assert len(set(names)) == len(names), "and no two the same"
+    return names
+
+
 @pytest.mark.world
 def test_a_text_model_is_held_to_the_whole_class_that_it_was_saved_in(world2, tmp_path):
-    compared, _ = world2.run(_loads, write_checkpoint("llama4", tmp_path))
+    compared = _compared(world2, write_checkpoint("llama4", tmp_path))
     assert "model.layers.0.self_attn.q_proj.weight" in compared
 
 
@@ -192,13 +231,13 @@ def test_a_checkpoint_without_any_of_the_names_is_refused(world2, saved):
 def test_a_model_without_its_head_in_the_checkpoint_is_compared(world2, tmp_path):
     model = build_model("qwen3")
     model.model.save_pretrained(tmp_path)
-    compared, _ = world2.run(_loads, str(tmp_path))
+    compared = _compared(world2, str(tmp_path))
     assert "model.layers.0.self_attn.q_proj.weight" in compared
 
 
 @pytest.mark.world
 def test_each_kind_is_compared_in_the_first_and_in_the_last_layer(world2, saved):
-    compared, _ = world2.run(_loads, saved("gemma4_text"))
+    compared = _compared(world2, saved("gemma4_text"))
     layers = {name.split(".")[2] for name in compared if ".layers." in name}
     last = build_model("gemma4_text").config.num_hidden_layers - 1
     assert layers >= {"0", str(last)}

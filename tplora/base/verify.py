@@ -5,6 +5,10 @@ goes wrong raises nothing: the model is another one. So of every kind of paramet
 first and of the last layer is gathered, taken back to the checkpoint's own names and form, and
 compared there.
 
+The ranks divide the weights among them, and of a large one compare its first rows or columns:
+those that are not cut, so that every rank's piece is looked at. What a rank reads for it is at most
+a tenth of what it holds, unless half a MiB of each weight is more.
+
 A weight that was quantised on its way is compared with the checkpoint's, quantised again.
 
 Not compared, because nothing is there to compare with: folders without safetensors (GGUF,
@@ -15,10 +19,11 @@ model, and weights made in a way that cannot be taken back.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,21 +36,25 @@ from tplora.errors import ShardError
 from tplora.saved.files import check_file_name
 from tplora.upstream import local_shard
 from tplora.upstream.fsdp import gathered_over_data
-from tplora.upstream.loading import Conversions
+from tplora.upstream.loading import Conversions, names_joined_in_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 __all__ = ["check_against_checkpoint", "find_safetensors"]
 
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CODE_DTYPES = (torch.uint8, torch.int8)
 """Of quantised weights; see ``verify_quantized``."""
-_LARGE_BYTES = 8 << 20
-"""Of a larger weight a part is compared: these bytes, or one expert; every rank has some of it."""
+_LARGE_BYTES = 1 << 20
+"""Of a larger weight a part is compared; every rank has some of it."""
+_SMALL_BYTES = 512 << 10
+"""A smaller weight is compared whole, however small the model."""
 _TOO_LARGE_BYTES = 512 << 20
 """A larger weight that can only be compared whole is not."""
 
@@ -81,7 +90,7 @@ def check_against_checkpoint(
 ) -> None:
     """Gather a sample of the weights and hold it to the checkpoint.
 
-    Collective over ``group``, of which the first rank reads the files.
+    Collective over ``group``: one all-gather for each weight, three of a few words.
 
     Args:
         model: As loaded, cut over the ranks of ``group``.
@@ -93,48 +102,141 @@ def check_against_checkpoint(
         ShardError: On every rank, naming the first weight that differs.
     """
     conversions = Conversions(model)
-    gathered = {
-        name: _gather(parameter, part_dim, group)
-        for name, found in _sample(model).items()
-        for codes in [codes_of(model, name)]
-        for parameter in [found if codes is None else codes]
-        for is_comparable, part_dim in [_part(name, parameter, conversions)]
-        if is_comparable
-    }
-    problem: list[str | None] = [None]
-    if dist.get_rank(group) == 0:
-        problem[0] = _problem(model, conversions, gathered, path, options)
-    dist.broadcast_object_list(problem, group=group, group_src=0)
-    if problem[0] is not None:
+    gathered = _gathered(model, conversions, group)
+    found, problem = _attempt(path, lambda: _as_saved(conversions, gathered, path, options))
+    weights, files = found or ({}, {})
+    told = _told((list(weights), problem), group)
+    problem = next((one for _, one in told if one), None)
+    if problem is None:
+        names = sorted({name for names, _ in told for name in names})
+        differs, problem = _attempt(
+            path, lambda: _difference(model, weights, _names_there(names, files), files)
+        )
+        problem = next((one for one in _told(problem or _said(path, differs), group) if one), None)
+    if problem is not None:
         raise ShardError(
-            f"{problem[0]}; use parallel.tp_size = 1 for {model.config.model_type} and report this "
+            f"{problem}; use parallel.tp_size = 1 for {model.config.model_type} and report this "
             "with `tplora report`"
         )
 
 
-def _sample(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _told(own: Any, group: ProcessGroup) -> list[Any]:
+    """What every rank has to say. Collective over ``group``."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    return told
+
+
+def _attempt(path: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or what went wrong, for the other ranks are waiting to hear of it."""
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is
+        found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return None, f"{path}: what the ranks hold cannot be compared with it ({found})"
+
+
+def _said(path: str, name: str | None) -> str | None:
+    if name is None:
+        return None
+    return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
+
+
+def _gathered(
+    model: PreTrainedModel, conversions: Conversions, group: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """The weights that fall to this rank, or parts of them, on the CPU. Collective."""
+    sample, num_ranks = _sample(model), dist.get_world_size(group)
+    held = min(_told(sum(local_shard(p).nbytes for p in model.parameters()), group))
+    joined = names_joined_in_files(model, sample)
+    limit = _part_bytes(held, joined, num_ranks)
+    parts: dict[str, tuple[int, ...]] = {}
+    for names in joined:
+        parts |= _parts({name: _compared(model, name) for name in names}, conversions, limit)
+    owners = _divided(joined, parts, num_ranks)
+    gathered = {}
+    for name, part in parts.items():
+        found = _gather(_compared(model, name), part)
+        if owners[name] == dist.get_rank(group):
+            gathered[name] = found.cpu()
+    return gathered
+
+
+def _compared(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """A parameter, or the numbers of a quantised one."""
+    codes = codes_of(model, name)
+    return model.get_parameter(name).detach() if codes is None else codes
+
+
+def _part_bytes(held_bytes: int, joined: list[list[str]], num_ranks: int) -> int:
+    """What is compared of one weight, so that no rank is given more than a tenth of what it holds.
+
+    A rank is given no more than its part of them all and one of ``joined``, see ``_divided``.
+    """
+    num_weights, num_together = sum(map(len, joined)), max(map(len, joined))
+    share = held_bytes * num_ranks // (10 * (num_weights + num_ranks * num_together))
+    return min(_LARGE_BYTES, max(_SMALL_BYTES, share))
+
+
+def _divided(
+    joined: list[list[str]], parts: Mapping[str, Sequence[int]], num_ranks: int
+) -> dict[str, int]:
+    """Which rank compares which weight: the largest first, to the one that has least.
+
+    Args:
+        joined: Names of weights that fuse into one of the checkpoint, so one rank needs them all.
+        parts: By name, the shape of what is compared; some are not.
+        num_ranks: That share the work.
+    """
+    loads, owners = [0] * num_ranks, dict[str, int]()
+    sizes = [sum(math.prod(parts.get(name, (0,))) for name in names) for names in joined]
+    for index in sorted(range(len(joined)), key=lambda one: -sizes[one]):
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[index]
+        owners |= dict.fromkeys(joined[index], rank)
+    return owners
+
+
+def _sample(model: PreTrainedModel) -> list[str]:
     """Of parameters whose names differ in numbers only, the first and the last.
 
     What falls out of one weight of the checkpoint is of one layer, so it comes together.
     """
-    kinds: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        kinds.setdefault(re.sub(r"\d+", "*", name), []).append((name, parameter.detach()))
-    return {name: one for same in kinds.values() for name, one in (same[0], same[-1])}
+    kinds: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return list(dict.fromkeys(name for same in kinds.values() for name in (same[0], same[-1])))
 
 
-def _part(name: str, parameter: torch.Tensor, conversions: Conversions) -> tuple[bool, int | None]:
-    """Whether a weight can be compared, and the dim of which the first rows are, if not all are."""
-    num_bytes = parameter.numel() * parameter.element_size()
-    if parameter.dtype not in (*_PLAIN_DTYPES, *_CODE_DTYPES) or conversions.lose(name):
-        return False, None
-    if num_bytes <= _LARGE_BYTES:
-        return True, None
-    cut_dim = _cut_dim(parameter)
-    whole_dims = [dim for dim in range(parameter.ndim) if dim != cut_dim]
-    if whole_dims and conversions.keep_rows_apart(name, whole_dims[0]):
-        return True, whole_dims[0]
-    return num_bytes <= _TOO_LARGE_BYTES, None
+def _parts(
+    together: Mapping[str, torch.Tensor], conversions: Conversions, limit: int
+) -> dict[str, tuple[int, ...]]:
+    """How many of the first rows of each dim are compared, of weights that come together.
+
+    What fuses into one has to be cut short alike. Without those that cannot be compared.
+    """
+    found = {
+        name: parameter
+        for name, parameter in together.items()
+        if parameter.dtype in (*_PLAIN_DTYPES, *_CODE_DTYPES) and not conversions.lose(name)
+    }
+    if not found:
+        return {}
+    largest = max(found.values(), key=lambda parameter: parameter.nbytes)
+    shape, taken = list(largest.shape), dict[int, int]()
+    for dim in range(largest.ndim):
+        num_bytes = math.prod(shape) * largest.element_size()
+        if num_bytes > limit and all(
+            dim != _cut_dim(parameter) and conversions.keep_rows_apart(name, dim)
+            for name, parameter in found.items()
+        ):
+            taken[dim] = shape[dim] = max(1, shape[dim] * limit // num_bytes)
+    if not taken and largest.nbytes > _TOO_LARGE_BYTES:
+        return {}
+    return {
+        name: tuple(min(taken.get(dim, size), size) for dim, size in enumerate(parameter.shape))
+        for name, parameter in found.items()
+    }
 
 
 def _cut_dim(parameter: torch.Tensor) -> int | None:
@@ -144,72 +246,56 @@ def _cut_dim(parameter: torch.Tensor) -> int | None:
     return None if dim is None else dim % parameter.ndim
 
 
-def _gather(parameter: torch.Tensor, part_dim: int | None, group: ProcessGroup) -> torch.Tensor:
-    """The full tensor on the CPU of the first rank; of ``part_dim`` only the first rows."""
+def _gather(parameter: torch.Tensor, part: Sequence[int]) -> torch.Tensor:
+    """The full tensor, of each dim the first ``part`` rows. Collective: one all-gather."""
     parameter = gathered_over_data(parameter)
-    local, shape = local_shard(parameter), list(parameter.shape)
-    if part_dim is not None:
-        num_row_bytes = parameter.numel() * parameter.element_size() // shape[part_dim]
-        shape[part_dim] = max(1, _LARGE_BYTES // num_row_bytes) if len(shape) == 2 else 1
-        local = local.narrow(part_dim, 0, shape[part_dim])
-    if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local.contiguous(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
-        ).full_tensor()
-    if dist.get_rank(group) != 0:
-        return torch.empty(0, dtype=local.dtype)
-    return local.cpu()
+    local = local_shard(parameter)
+    for dim, (size, full) in enumerate(zip(part, parameter.shape, strict=True)):
+        if size < full:  # so it is not cut
+            local = local.narrow(dim, 0, size)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(part),
+        stride=torch.empty(tuple(part), device="meta").stride(),
+    ).full_tensor()
 
 
-def _problem(
-    model: PreTrainedModel,
+def _as_saved(
     conversions: Conversions,
     gathered: Mapping[str, torch.Tensor],
     path: str,
     options: Mapping[str, Any],
+) -> tuple[dict[str, torch.Tensor], dict[str, Path]]:
+    """This rank's weights as the checkpoint has them, and its files; none where it has no files."""
+    files = find_safetensors(path, options)
+    return conversions.reverted(gathered) if files and gathered else {}, files
+
+
+def _difference(
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    there: Mapping[str, str],
+    files: Mapping[str, Path],
 ) -> str | None:
-    try:
-        files = find_safetensors(path, options)
-        if not files or not gathered:
-            return None
-        weights = conversions.reverted(gathered)
-        codes = {name: one for name, one in weights.items() if one.dtype in _CODE_DTYPES}
-        plain = {name: one for name, one in weights.items() if name not in codes}
-        name = _first_difference(plain, files) or _first_other_code(model, codes, files)
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return f"{path}: what the ranks hold cannot be compared with it ({found})"
-    if name is None:
-        return None
-    return f"{name}: what the ranks hold of it, gathered, is not what {path} holds"
-
-
-def _first_other_code(
-    model: PreTrainedModel, codes: Mapping[str, torch.Tensor], files: Mapping[str, Path]
-) -> str | None:
-    for name, found in _names_there(sorted(codes), files).items():
-        if not codes_are_equal(model, codes[name], found, files[found]):
-            return found
-    return None
-
-
-def _first_difference(weights: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
-    there = _names_there(sorted(weights), files)
-    if not there:
-        raise LookupError(f"it has none of {', '.join(sorted(weights)[:3])}, ...")
-    for name, found in there.items():
-        if not _is_equal(weights[name], found, files[found]):
+    """The first of this rank's weights that the checkpoint has otherwise, by its name there."""
+    for name in sorted(weights.keys() & there.keys()):
+        found, weight = there[name], weights[name]
+        if weight.dtype in _CODE_DTYPES:
+            is_equal = codes_are_equal(model, weight, found, files[found])
+        else:
+            is_equal = _is_equal(weight, found, files[found])
+        if not is_equal:
             return found
     return None
 
 
 def _names_there(names: Sequence[str], files: Mapping[str, Path]) -> dict[str, str]:
-    """What the checkpoint calls these weights; tied and new ones are left out.
+    """What the checkpoint calls these weights, all that are compared; tied and new ones are not.
 
     A class with towers has its text model's weights below a prefix; a model that was saved without
     its head has no prefix.
@@ -221,6 +307,8 @@ def _names_there(names: Sequence[str], files: Mapping[str, Path]) -> dict[str, s
     prefix = max(prefixes, key=lambda one: prefixes[one], default="")
     candidates = {name: (name, prefix + name, name.partition(".")[2]) for name in names}
     found = {name: [one for one in tried if one in files] for name, tried in candidates.items()}
+    if names and not any(found.values()):
+        raise LookupError(f"it has none of {', '.join(names[:3])}, ...")
     return {name: there[0] for name, there in found.items() if there}
 
 

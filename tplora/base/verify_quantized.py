@@ -63,13 +63,24 @@ def codes_are_equal(model: PreTrainedModel, codes: torch.Tensor, name: str, file
             return _is_in_packed(codes, opened.get_tensor(name))
         if rows < codes.shape[0]:
             return False
-        step = 64 * max(1, _CHUNK_BYTES // (64 * 4 * columns))  # rows that end where blocks do
+        width = _columns_for(codes.shape[1], columns, model)
+        step = 64 * max(1, _CHUNK_BYTES // (64 * 4 * width))  # rows that end where blocks do
         for start in range(0, codes.shape[0], step):
             found = codes[start : start + step]
-            there = _quantize(lazy[start : start + len(found)], model)
+            there = _quantize(lazy[start : start + len(found), :width], model)
             if not torch.equal(there[:, : codes.shape[1]], found):
                 return False
     return True
+
+
+def _columns_for(num_compared: int, num_columns: int, model: PreTrainedModel) -> int:
+    """Of each row so many columns say what the first are, once they are quantised.
+
+    In 4 bits whole blocks do, where these end with the rows; in 8 bits a row has one scale.
+    """
+    if _config_of(model).load_in_8bit or num_columns % 64:
+        return num_columns
+    return min(num_columns, -(-num_compared // 64) * 64)
 
 
 def _quantize(there: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:

@@ -119,15 +119,16 @@ def read_bytes(path: str) -> dict[str, int]:
     return {"loading": sum(loading), "checking": sum(checking), "share": sum(held.values())}
 
 
-def seconds(path: str, kind: str) -> float:
-    """On every rank: one load, from the first rank's start to the last one's end."""
+def seconds(path: str, kind: str) -> tuple[float, float]:
+    """On every rank: one load, from the first rank's start to the last one's end; its own work."""
     gc.collect()
     if dist.is_initialized():
         dist.barrier()
-    start = time.perf_counter()
+    start, start_work = time.perf_counter(), time.process_time()
     model = load(path, kind)
     for parameter in model.parameters():
         local_shard(parameter).view(-1)[:: 1 << 12].sum()  # pages of a mapped file come when read
+    work = time.process_time() - start_work
     if dist.is_initialized():
         dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, work
