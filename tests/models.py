@@ -62,6 +62,7 @@ class Case:
     """Tokens that occur once in each of the first two rows, at different places."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Further settings of the LoRA config."""
+    lr: float = 1e-2
 
     def __str__(self) -> str:
         parts = [self.targets]
@@ -143,7 +144,7 @@ def train(model: nn.Module, case: Case, see: See, *, num_steps: int = STEPS) -> 
     _enable_checkpointing(model, case.checkpointing)
     for name, parameter in trained.items():
         see(f"{name} before step 1", parameter)
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(trained.values(), lr=case.lr, foreach=True)
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         for k, batch in enumerate(batches(step, case.planted)):
