@@ -67,10 +67,10 @@ def batches(vocab: int = VOCAB) -> list[dict[str, torch.Tensor | None]]:
 class Pair:
     """The model on tp_size ranks, the truth in this process, and how far they were apart."""
 
-    def __init__(self, path: str, tp_size: int, lora: LoraConfig) -> None:
+    def __init__(self, path: str, tp_size: int, lora: LoraConfig, *, is_cut: bool = False) -> None:
         self.path, self.worst = path, {}
         config = AutoConfig.from_pretrained(path)
-        plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size)
+        plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size, sequence_parallel=is_cut)
         base = load_base(path, tp_size=tp_size, **OPTIONS)
         check_shards(base, plan)
         self.model = attach_adapter(base, copy.deepcopy(lora), plan=plan)
@@ -166,10 +166,19 @@ class Pair:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def deviations(path: str, tp_size: int, vocab: int = VOCAB) -> dict[str, tuple[float, str]]:
-    """The largest relative difference of each kind, and where it was."""
+def deviations(
+    path: str, tp_size: int, vocab: int = VOCAB, *, is_cut: bool = False
+) -> dict[str, tuple[float, str]]:
+    """The largest relative difference of each kind, and where it was.
+
+    Args:
+        path: A checkpoint.
+        tp_size: Ranks.
+        vocab: Tokens to draw from.
+        is_cut: Whether ranks share out the tokens between attention and MLP.
+    """
     with Double():
-        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)))
+        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path)), is_cut=is_cut)
         data = batches(vocab)
         pair.compare_base(data[1])
         pair.draw_factors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,8 @@ class NumbersRun:
         self._record, self._length = record, length
         self._tokens, self._truth = tokens, truth
         self.given: dict[str, list[tuple[Any, Any]]] = {}
+        """Each unit's arguments, call by call, of all tokens."""
+        self.num_calls: Counter[str] = Counter()
         self.inputs: dict[str, tuple[int | str, ...]] = {}
         self._has_entered = False
         self._draw = torch.Generator().manual_seed(1)
@@ -59,17 +62,19 @@ class NumbersRun:
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         """Stand in for a unit."""
-        calls, recorded = self.given.setdefault(name, []), self._record.units[name]
-        given = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
-        calls.append(given)
-        if len(calls) > len(recorded):
+        call, recorded = self.num_calls[name], self._record.units[name]
+        self.num_calls[name] += 1
+        if call >= len(recorded):
             raise MixedError(f"{name} is called another number of times")
-        output = recorded[len(calls) - 1].output
-        whole = tree_map_only(torch.Tensor, lambda one: numbers_like(one, self._draw), output)
+        whole = tree_map_only(
+            torch.Tensor, lambda one: numbers_like(one, self._draw), recorded[call].output
+        )
         if self._truth is None or self._tokens is None:
+            given = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
+            self.given.setdefault(name, []).append(given)
             return whole
-        truth = self._truth.given[name][len(calls) - 1]
-        inputs = tuple(_tokens_among(name, given, truth, self._tokens))
+        truth = self._truth.given[name][call]
+        inputs = tuple(_tokens_among(name, (args, kwargs), truth, self._tokens))
         if self.inputs.setdefault(name, inputs) != inputs:
             raise MixedError(f"{name} is given tokens in one call and not in another")
         return _cut(whole, self._tokens, self._length) if inputs else whole

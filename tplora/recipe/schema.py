@@ -89,6 +89,8 @@ class ParallelTable(_Table):
     """Groups of tp_size processes that share each layer's pieces, and gather them to run it."""
     dp_replicate_size: AtLeastOne = 1
     """Copies of the model, each over tp_size processes and trained on its own rows."""
+    sequence_parallel: bool = False
+    """Whether tp_size processes share out the tokens between attention and MLP, for less memory."""
     check_every_steps: AtLeastOne = 50
     """Every how many optimizer steps the ranks' copies of each factor are compared."""
 
