@@ -5,11 +5,14 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tests.world import CONTEXT
 
-__all__ = ["forked_tplora"]
+__all__ = ["become", "forked_tplora", "run_module"]
 
 
 def forked_tplora(
@@ -21,7 +24,7 @@ def forked_tplora(
     """
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
-        proc = CONTEXT.Process(target=_become_tplora, args=(argv, cwd, env, said))
+        proc = CONTEXT.Process(target=become, args=(("-m", "tplora", *argv), cwd, env, said))
         proc.start()
         proc.join(timeout_s)
         if proc.exitcode is None:
@@ -31,20 +34,31 @@ def forked_tplora(
         return subprocess.CompletedProcess(argv, proc.exitcode, *texts)
 
 
-def _become_tplora(argv: tuple[str, ...], cwd: Path, env: dict[str, str], said: list[Path]) -> None:
+def become(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], said: Sequence[Path]
+) -> NoReturn:
+    """Be ``python WORDS``, whose output goes into two files, or into one that is named twice."""
     for number, path in enumerate(said, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.update(env)
-    sys.argv = ["tplora", *argv]
-    status = 1
+    sys.exit(run_module(words))
+
+
+def run_module(words: Sequence[str]) -> int:
+    """``-m MODULE ARGUMENT ...``, entered and left as the interpreter does it; the status."""
+    flag, module, *arguments = words
+    assert flag == "-m"
+    sys.argv = [module, *arguments]
+    status = 0
     try:
-        runpy.run_module("tplora", run_name="__main__", alter_sys=True)
-        status = 0
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         status = leaving.code or 0
     except BaseException:  # the interpreter would do the same
         sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(status)
+    return status

@@ -1,12 +1,21 @@
 """Worlds that live as long as a module's tests; tiny checkpoints that live as long as the run."""
 
 import contextlib
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side
 
 import pytest
 
 from tests.models import CUT, record_run
 from tests.tiny import write_checkpoint
 from tests.world import World
+
+
+def pytest_xdist_auto_num_workers(config):
+    """The whole suite runs in as many processes as there are cores, a part of it in this one."""
+    is_whole = config.args == config.getini("testpaths")
+    return len(os.sched_getaffinity(0)) if is_whole else 0
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world{size}")

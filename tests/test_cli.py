@@ -115,6 +115,23 @@ def test_a_folder_that_holds_a_run_is_refused_and_overwrite_removes_only_the_run
         check_run_folder(run, overwrite=False)
 
 
+def test_overwrite_removes_what_tensorboard_was_told_and_no_other_run(tmp_path):
+    """``runs/DAY_HOST/`` of this run; ``runs/NAME/`` is another, where the folder is ``.``."""
+    own = tmp_path / "runs" / "Dec01_10-00-00_host"
+    other = tmp_path / "runs" / "other" / "runs" / "Dec01_10-00-00_host"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        (folder / "events.out.tfevents.1.host.2.0").write_bytes(b"told")
+    (tmp_path / "metrics.jsonl").touch()
+    check_run_folder(tmp_path, overwrite=True)
+    clear_run_folder(tmp_path)
+    assert os.listdir(tmp_path) == ["runs"]
+    assert os.listdir(tmp_path / "runs") == ["other"]
+    assert len(list(other.iterdir())) == 1
+    clear_run_folder(tmp_path / "runs" / "other")
+    assert os.listdir(tmp_path / "runs" / "other") == []
+
+
 def test_a_folder_with_nothing_but_the_logs_of_a_failed_start_is_free(tmp_path):
     (tmp_path / "logs").mkdir()
     check_run_folder(tmp_path, overwrite=False)

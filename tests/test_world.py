@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
@@ -63,6 +65,24 @@ def _sleep_on(rank: int) -> None:
 def test_a_rank_that_hangs_is_named(world2):
     with pytest.raises(RankError, match=r"no answer from ranks \[0\] in 4 s"):
         world2.run(_sleep_on, 0, timeout_s=4)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _leave_a_mesh() -> None:
+    shape = (1, dist.get_world_size())
+    cycle: list[object] = [init_device_mesh("cpu", shape, mesh_dim_names=("one", "all"))]
+    cycle.append(cycle)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by Linux's files")
+def test_groups_end_with_the_job_that_made_them(world2):
+    before = world2.run(_num_threads)
+    for _ in range(3):
+        world2.run(_leave_a_mesh)
+    assert world2.run(_num_threads) == before
 
 
 def _is_alone() -> bool:

@@ -4,6 +4,7 @@ The processes start once and then serve many tests. A rank that raises, dies or 
 the test by its number, and the world is replaced.
 """
 
+import gc
 import os
 import pickle
 import tempfile
@@ -138,7 +139,8 @@ def _join(rank: int, size: int, store: str) -> None:
 def _drop_groups() -> None:
     """End the groups that a job's meshes made: each holds threads that poll, for as long as it is.
 
-    A hundred jobs later they would take all of the processor.
+    A hundred jobs later they would take all of the processor. Models are cycles that hold theirs
+    until they are collected, which takes milliseconds where what was imported is left out of it.
     """
     dist.barrier()  # a peer may still be reading from one of them
     sizes = set()
@@ -148,6 +150,8 @@ def _drop_groups() -> None:
             dist.destroy_process_group(group)
     if sizes - {1, dist.get_world_size()}:  # a mesh of several axes
         _forget_meshes()
+    if sizes:
+        gc.collect()
 
 
 def _forget_meshes() -> None:

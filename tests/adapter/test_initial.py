@@ -27,6 +27,7 @@ from tests.adapter.initial import (
     preprocess,
     train_step,
 )
+from tests.merging import merge_one
 from tests.models import (
     CUT,
     SEED,
@@ -42,7 +43,6 @@ from tests.world import RankError
 from tplora.adapter import initial
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.linear import TploraLinear
-from tplora.artifact.merge import merge_adapter
 from tplora.artifact.verify import record_probe, verify_adapter
 from tplora.base.load import load_base
 from tplora.upstream import local_shard
@@ -256,7 +256,7 @@ def test_plain_peft_reads_the_saved_adapter_on_the_original_base(world2, path, t
 
 def test_the_saved_adapter_merges_file_by_file(world2, path, tmp_path):
     world2.run(_train_and_save, path, CASES["pissa"], tmp_path)
-    merge_adapter(path, tmp_path / "adapter", tmp_path / "merged")
+    merge_one(path, tmp_path / "adapter", tmp_path / "merged")
     rows = batches(4)[0]["input_ids"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.adapter.models import load_plain, lora, tokens
+from tests.merging import merge_one
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.load import load_factors
-from tplora.artifact.merge import merge_adapter
 from tplora.base.load import load_base
 from tplora.base.resize import resize_tokens
 from tplora.errors import ArtifactError
@@ -173,7 +173,7 @@ def test_a_resized_adapter_is_merged_as_by_peft(checkpoint, tmp_path, settings):
     _save_resized(path, tmp_path / "adapter", **settings)
     base = _more_tokens(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
     wanted = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
-    merge_adapter(path, tmp_path / "adapter", tmp_path / "out")
+    merge_one(path, tmp_path / "adapter", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     for name, tensor in merged.state_dict().items():
         assert float((tensor - wanted[name]).abs().max()) < 1e-6, name

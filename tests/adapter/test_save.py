@@ -18,6 +18,7 @@ from tests.communication import Recorded
 from tests.models import InDouble
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tplora.adapter.base_record import BASE_RECORD
+from tplora.adapter.factor import Factor
 from tplora.adapter.save import gather_factors, save_adapter
 from tplora.base.fingerprint import BASE
 from tplora.errors import ArtifactError
@@ -143,6 +144,30 @@ def _refuse_not_finite(path: str, folder: str, value: float) -> None:
 def test_a_factor_that_is_not_finite_is_refused_on_every_rank(world, checkpoint, tmp_path, value):
     world.run(_refuse_not_finite, checkpoint("llama"), str(tmp_path / "adapter"), value)
     assert (tmp_path / "adapter").exists() == (value != value), "no folder for nothing"
+
+
+def _refuse_not_whole(path: str, folder: str) -> None:
+    """What a gather that does not communicate gives, one that gives nothing, and none at all."""
+    model = load_tplora(path)
+    for gathered, said in (
+        (lambda factor: factor.local().detach(), r"has shape \(\d+, \d+\) after gathering, the f"),
+        (lambda factor: factor.local().detach()[:0], r"has shape \(0, \d+\) after gathering"),
+    ):
+        with (
+            mock.patch.object(Factor, "full", gathered),
+            pytest.raises(ArtifactError, match=f"lora_.*{said}"),
+        ):
+            save_adapter(model, folder)
+    with (
+        mock.patch("tplora.adapter.save.gather_factors", return_value={}),
+        pytest.raises(ArtifactError, match=r"is not among the 0 of \d+ factors"),
+    ):
+        save_adapter(model, folder)
+
+
+def test_a_factor_that_is_not_whole_is_refused_on_every_rank(world2, checkpoint, tmp_path):
+    world2.run(_refuse_not_whole, checkpoint("llama"), str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter").exists()
 
 
 def _fail_between(path: str, folder: str) -> None:

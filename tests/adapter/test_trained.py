@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.adapter import beside
+from tests.merging import merge_one
 from tests.models import CUT, SEED, batches, load, load_plain, lora
 from tests.parity import assert_is_shard
 from tplora.adapter.attach import attach_adapter
@@ -17,7 +18,6 @@ from tplora.adapter.gradients import GradientSync
 from tplora.adapter.load import load_factors
 from tplora.adapter.local_module import LocalModule
 from tplora.adapter.tokens import TploraTokens
-from tplora.artifact.merge import merge_adapter
 from tplora.base.load import load_base
 from tplora.errors import PlanError, ShardError
 
@@ -61,7 +61,7 @@ def test_plain_peft_reads_the_saved_adapter(world_of, alone, checkpoint, tmp_pat
     # peft writes what is trained of one half into the weight of both
     can_merge = name not in ("tokens-tied-but-other-tokens", "tokens-tied-head-alone")
     found, without, merged = alone.run(beside.reload_plain, path, tmp_path / "two", can_merge)[0]
-    merge_adapter(path, tmp_path / "two", tmp_path / "merged")
+    merge_one(path, tmp_path / "two", tmp_path / "merged")
     in_files = alone.run(beside.logits_of, tmp_path / "merged")[0]
     pairs = ((found, wanted), (without, bare), (merged, wanted), (in_files, wanted))
     for one, other in pairs:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.artifact.tiny import write_adapter
 from tests.quantized import (
     METHODS,
     load_whole,
@@ -17,9 +19,11 @@ from tests.quantized import (
     write_wide,
 )
 from tests.tiny import write_checkpoint
-from tplora.artifact.dequantized import is_packed, write_dequantized
+from tplora.artifact import dequantized
+from tplora.artifact.base_tensors import read_whole
+from tplora.artifact.dequantized import DequantizedTensors, is_packed
+from tplora.artifact.merge import merge_into
 from tplora.artifact.tensor_file import read_places
-from tplora.base import quantized_whole
 from tplora.errors import ArtifactError
 
 
@@ -53,38 +57,58 @@ def _weights(folder):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def _write(folder, out, method=None, dtype=torch.float32):
-    out.mkdir()
+def _source(folder, method=None, dtype=torch.float32):
     given = None if method is None else quantization(method)
-    write_dequantized(folder, out, dtype=dtype, given=given)
-    return out
+    return DequantizedTensors(folder, dtype=dtype, given=given)
 
 
-def _is_what_layers_hold(out, base, seen):
-    found, before = _weights(out), _weights(base)
+def _read(folder, *how):
+    with _source(folder, *how) as source:
+        return {name: read_whole(source, name) for name in source.checkpoint.tensors}
+
+
+def _is_what_layers_hold(found, base, seen):
+    before = _weights(base)
     assert found.keys() == before.keys()
     for name, tensor in found.items():
         module = name.removesuffix(".weight")
         wanted = values_of(seen[module]) if module in seen else before[name]
         rtol = 1e-6 if seen.get(module) and seen[module].weight.dtype == torch.int8 else 0
         torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=0, msg=name)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert not quantized_linears(model)
-    assert model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_written_is_what_bitsandbytes_multiplies_by(base, packed, tmp_path, method):
+def test_what_is_read_is_what_bitsandbytes_multiplies_by(base, packed, method):
     seen = quantized_linears(load_whole(str(base), method))
-    on_its_way = _write(base, tmp_path / "on-its-way", method)
-    _is_what_layers_hold(on_its_way, base, seen)
+    _is_what_layers_hold(_read(base, method), base, seen)
     folder = packed(method)
     assert is_packed(folder)
     assert not is_packed(base)
-    unpacked = _write(folder, tmp_path / "unpacked")
-    _is_what_layers_hold(unpacked, base, seen)
-    for name in ("index.json", "safetensors"):
-        assert len(list(unpacked.glob(f"*.{name}"))) == len(list(folder.glob(f"*.{name}")))
+    _is_what_layers_hold(_read(folder), base, seen)
+
+
+@pytest.mark.parametrize("method", ["nf4-double", "int8"])
+def test_a_merge_into_it_is_a_plain_model_of_what_was_trained(base, packed, tmp_path, method):
+    adapter = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    factors = load_file(adapter / "adapter_model.safetensors")
+    for folder, how in ((base, (method,)), (packed(method), ())):
+        out = tmp_path / f"out-{len(how)}"
+        with _source(folder, *how) as source:
+            report = merge_into(source, {adapter: 1.0}, out)
+        expected = _read(folder, *how)
+        for name in report.changed:
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            expected[name] += 1.5 * (factors[f"{key}B.weight"] @ factors[f"{key}A.weight"])
+        found = _weights(out)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert len(report.changed) == 2
+        model = AutoModelForCausalLM.from_pretrained(out)
+        assert not quantized_linears(model)
+        assert model.dtype == torch.float32
+        for name in ("index.json", "safetensors"):
+            assert len(list(out.glob(f"*.{name}"))) == len(list(folder.glob(f"*.{name}")))
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
 
 
 @pytest.mark.parametrize("hidden_size", [120, 90])
@@ -98,24 +122,22 @@ def test_rows_may_be_of_any_width(tmp_path, method, hidden_size):
     whole = load_whole(str(tmp_path / "odd"), method)
     whole.save_pretrained(tmp_path / "packed")
     seen = quantized_linears(whole)
-    for out in (
-        _write(tmp_path / "odd", tmp_path / "on-its-way", method),
-        _write(tmp_path / "packed", tmp_path / "unpacked"),
-    ):
-        _is_what_layers_hold(out, tmp_path / "odd", seen)
+    for found in (_read(tmp_path / "odd", method), _read(tmp_path / "packed")):
+        _is_what_layers_hold(found, tmp_path / "odd", seen)
 
 
 def test_it_is_rounded_from_the_dtype_that_it_was_held_in(base, tmp_path):
-    out = _write(base, tmp_path / "out", "nf4", torch.bfloat16)
-    config = json.loads((out / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    shutil.copyfile(base / "config.json", tmp_path / "config.json")
+    with _source(base, "nf4", torch.bfloat16) as source:
+        source.finish(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(
         base,
         dtype=torch.bfloat16,
         quantization_config=quantization("nf4"),
         device_map={"": "cpu"},
     )
-    found = _weights(out)
+    found = _read(base, "nf4", torch.bfloat16)
     for name, linear in quantized_linears(model).items():
         there = found[f"{name}.weight"]
         assert there.dtype == torch.bfloat16
@@ -124,17 +146,22 @@ def test_it_is_rounded_from_the_dtype_that_it_was_held_in(base, tmp_path):
     assert torch.equal(found[kept], _weights(base)[kept]), "nobody touches it"
 
 
-def test_one_weight_is_in_memory_at_a_time(base, tmp_path, monkeypatch):
-    alive = []
+def test_each_weight_is_unpacked_once_and_few_are_in_memory(base, tmp_path, monkeypatch):
+    adapter = write_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    alive, most, calls = weakref.WeakSet(), [], []
 
-    def rounded(weight, config, original=quantized_whole.rounded):
-        alive.append(weight.numel())
-        return original(weight, config)
+    class Seen(dequantized._Unpacked):
+        def prepare(self):
+            super().prepare()
+            alive.add(self)
+            most.append(len(alive))
+            calls.append(self._module)
 
-    monkeypatch.setattr(quantized_whole, "rounded", rounded)
-    _write(base, tmp_path / "out", "nf4")
-    assert len(alive) == 14
-    assert max(alive) == 768 * 192
+    monkeypatch.setattr(dequantized, "_Unpacked", Seen)
+    with _source(base, "nf4") as source:
+        merge_into(source, {adapter: 1.0}, tmp_path / "out")
+    assert len(calls) == len(set(calls)) == 14
+    assert max(most) <= 4
 
 
 def _without(folder, out, name):
@@ -159,13 +186,13 @@ def test_a_packed_weight_without_its_scales_is_an_error(packed, tmp_path, method
     broken = _without(packed(method), tmp_path / "broken", SCALES[method])
     module = SCALES[method].rpartition("_proj")[0] + "_proj"
     with pytest.raises(ArtifactError, match=rf"{module}\.weight cannot be unpacked: .*whole copy"):
-        _write(broken, tmp_path / "out")
+        _read(broken)
 
 
 def test_a_weight_that_is_missing_is_an_error(base, tmp_path):
     broken = _without(base, tmp_path / "broken", "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ArtifactError, match=r"holds no model\.layers\.1\.mlp\.up_proj\.weight"):
-        _write(broken, tmp_path / "out", "nf4")
+        _read(broken, "nf4")
 
 
 def test_files_that_are_cut_short_or_missing_are_errors(base, tmp_path):
@@ -174,14 +201,14 @@ def test_files_that_are_cut_short_or_missing_are_errors(base, tmp_path):
     file = sorted(broken.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ArtifactError, match="is cut short"):
-        _write(broken, tmp_path / "short", "nf4")
+        _read(broken, "nf4")
     file.unlink()
     with pytest.raises(ArtifactError, match=f"names {file.name}, which is missing"):
-        _write(broken, tmp_path / "missing", "nf4")
+        _read(broken, "nf4")
     for path in [*broken.glob("*.safetensors"), *broken.glob("*.index.json")]:
         path.unlink()
-    with pytest.raises(ArtifactError, match="holds neither"):
-        _write(broken, tmp_path / "none", "nf4")
+    with pytest.raises(ArtifactError, match=r"holds no model\.safetensors\.index\.json"):
+        _read(broken, "nf4")
 
 
 def test_another_method_is_refused(base, tmp_path):

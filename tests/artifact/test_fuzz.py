@@ -9,9 +9,9 @@ import pytest
 
 from tests.artifact.mutate import mutate
 from tests.artifact.tiny import write_adapter, write_base
+from tests.merging import merge_one
 from tplora.artifact.adapter_dir import read_adapter
 from tplora.artifact.inspection import inspect_adapter
-from tplora.artifact.merge import merge_adapter
 from tplora.errors import TploraError
 from tplora.plan.lora import build_lora_config
 
@@ -51,7 +51,7 @@ def _fuzz(place, seeds):
             read_adapter(case)
             num_read += 1
             build_lora_config({"adapter_name_or_path": str(case)}, None)
-            merge_adapter(str(place / "base"), case, out)
+            merge_one(str(place / "base"), case, out)
         except TploraError as error:
             text = str(error)
             if "\n" in text or len(text) > 2000 or not text.isprintable():

@@ -21,9 +21,9 @@ from transformers import (
 from typer.testing import CliRunner
 
 from tests.artifact.tiny import VOCAB, write_adapter, write_base
+from tests.merging import merge_one
 from tplora.artifact.gguf_model import check_gguf_model, write_gguf_model
 from tplora.artifact.gguf_vocab import _LLAMA3
-from tplora.artifact.merge import merge_adapter
 from tplora.cli import app
 from tplora.errors import ArtifactError
 
@@ -64,7 +64,7 @@ def _logits(*where, **options):
 def test_the_file_says_what_the_merged_folder_says(tmp_path, kind):
     base = MADE[kind](tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "a", target_modules="all-linear")
-    merge_adapter(str(base), adapter, tmp_path / "merged")
+    merge_one(str(base), adapter, tmp_path / "merged")
     write_gguf_model(tmp_path / "merged", tmp_path / "model.gguf")
     found = _logits(tmp_path, gguf_file="model.gguf")
     assert torch.equal(found, _logits(tmp_path / "merged"))
@@ -175,7 +175,7 @@ def test_the_command_merges_into_a_file(tmp_path):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.exception
     assert [path.name for path in out.parent.iterdir()] == ["model.gguf"]
-    merge_adapter(str(base), adapter, tmp_path / "merged")
+    merge_one(str(base), adapter, tmp_path / "merged")
     assert torch.equal(_logits(out.parent, gguf_file=out.name), _logits(tmp_path / "merged"))
     again = CliRunner().invoke(app, arguments)
     assert "exists already" in str(again.exception)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.artifact.tiny import write_adapter, write_base
+from tests.merging import merge_one
 from tplora.artifact.adapter_dir import read_adapter
-from tplora.artifact.merge import merge_adapter
 from tplora.artifact.plain_folder import plain_folder
 from tplora.errors import ArtifactError, PlanError
 from tplora.plan.lora import build_lora_config
@@ -103,9 +103,9 @@ def test_every_layout_is_the_same_adapter(adapter, layout, as_bin):
 @pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
 def test_a_merge_reads_them_as_well(base, tmp_path, as_bin):
     folder = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
-    merge_adapter(str(base), folder, tmp_path / "plain")
+    merge_one(str(base), folder, tmp_path / "plain")
     _rewrite(folder, _named, as_bin=as_bin)
-    merge_adapter(str(base), folder, tmp_path / "other")
+    merge_one(str(base), folder, tmp_path / "other")
     plain, other = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "other"))
     assert plain.keys() == other.keys()
     assert all(torch.equal(plain[key], other[key]) for key in plain)
@@ -275,7 +275,7 @@ def test_a_link_out_of_the_folder_is_refused(base, adapter, tmp_path, name):
     (adapter / name).rename(tmp_path / "elsewhere")
     (adapter / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ArtifactError, match="is a link out of its folder"):
-        merge_adapter(str(base), adapter, tmp_path / "out")
+        merge_one(str(base), adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -298,7 +298,7 @@ def test_an_index_names_files_beside_it_alone(adapter, tmp_path, name):
     index["weight_map"]["lm_head.weight"] = name
     path.write_text(json.dumps(index))
     with pytest.raises(ArtifactError, match="the plain name of a file beside it is needed"):
-        merge_adapter(str(base), adapter, tmp_path / "out")
+        merge_one(str(base), adapter, tmp_path / "out")
 
 
 def test_a_beginning_that_differs_everywhere_is_found():

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.artifact.tiny import load_adapted, write_adapter, write_base
+from tests.merging import merge_one
 from tests.zoo.build import build_model
-from tplora.artifact import merge_file
-from tplora.artifact.merge import merge_adapter, merge_adapters
+from tplora.artifact import merge_groups
+from tplora.artifact.merge import merge_adapters
 from tplora.errors import ArtifactError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's advice on tied weights and variants
@@ -56,7 +57,7 @@ def base(tmp_path_factory):
 )  # fmt: skip
 def test_whatever_peft_merges_is_merged_to_the_same_bits(base, tmp_path, config):
     adapter = write_adapter(base, tmp_path / "adapter", **config)
-    merge_adapter(str(base), adapter, tmp_path / "out")
+    merge_one(str(base), adapter, tmp_path / "out")
     _assert_same(
         _numbers(tmp_path / "out"), load_adapted(base, adapter).merge_and_unload().state_dict()
     )
@@ -70,7 +71,7 @@ def test_experts_over_several_files_are_merged_one_by_one(tmp_path):
         target_modules=["q_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
-    merge_adapter(str(tmp_path / "base"), adapter, tmp_path / "out")
+    merge_one(str(tmp_path / "base"), adapter, tmp_path / "out")
     adapted = load_adapted(tmp_path / "base", adapter)
     _assert_same(_numbers(tmp_path / "out"), adapted.merge_and_unload().state_dict())
     files = sorted(path.name for path in (tmp_path / "base").glob("*.safetensors"))
@@ -87,7 +88,7 @@ def test_a_form_that_cannot_be_written_again_is_refused(tmp_path, monkeypatch):
         target_modules=[],
         target_parameters=["mlp.experts.gate_up_proj"],
     )
-    original = merge_file.FileMerger._merged_group
+    original = merge_groups.GroupMerger._merged_group
 
     def swapped(self, group):
         back = type(group).to_files
@@ -96,9 +97,9 @@ def test_a_form_that_cannot_be_written_again_is_refused(tmp_path, monkeypatch):
         )
         return original(self, group)
 
-    monkeypatch.setattr(merge_file.FileMerger, "_merged_group", swapped)
+    monkeypatch.setattr(merge_groups.GroupMerger, "_merged_group", swapped)
     with pytest.raises(ArtifactError, match="a form that transformers reads and cannot write"):
-        merge_adapter(str(tmp_path / "base"), adapter, tmp_path / "out")
+        merge_one(str(tmp_path / "base"), adapter, tmp_path / "out")
 
 
 def test_several_adapters_are_merged_with_their_weights(base, tmp_path):
@@ -148,8 +149,8 @@ def test_another_dtype_is_rounded_to_once(tmp_path):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tplora.artifact.merge import merge_adapter
-merge_adapter(
+from tests.merging import merge_one
+merge_one(
     sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]),
     progress=lambda line: line.startswith("writing") and "00004" in line and os.kill(
         os.getpid(), signal.SIGKILL
@@ -160,7 +161,7 @@ merge_adapter(
 
 def test_a_killed_merge_goes_on_and_a_spoilt_file_is_written_again(base, tmp_path):
     adapter = write_adapter(base, tmp_path / "adapter", **ALL_LINEAR)
-    merge_adapter(str(base), adapter, tmp_path / "whole")
+    merge_one(str(base), adapter, tmp_path / "whole")
     command = [sys.executable, "-c", _KILLED, str(base), str(adapter), str(tmp_path / "out")]
     assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
@@ -168,7 +169,7 @@ def test_a_killed_merge_goes_on_and_a_spoilt_file_is_written_again(base, tmp_pat
     held = sorted(aside.glob("model-*.safetensors"))
     assert len(held) >= 2  # the third may have been on its way to the disk
     held[0].write_bytes(held[0].read_bytes()[:-1] + b"\x00")
-    report = merge_adapter(str(base), adapter, tmp_path / "out")
+    report = merge_one(str(base), adapter, tmp_path / "out")
     assert report.num_kept == len(held) - 1
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
@@ -187,9 +188,9 @@ def test_what_another_merge_has_left_is_not_taken(base, tmp_path):
     one = write_adapter(base, tmp_path / "one", **ALL_LINEAR)
     two = write_adapter(base, tmp_path / "two", target_modules=["q_proj"])
     with pytest.raises(KeyboardInterrupt):
-        merge_adapter(str(base), one, tmp_path / "out", progress=_stop_at_the_third_file)
+        merge_one(str(base), one, tmp_path / "out", progress=_stop_at_the_third_file)
     assert list((tmp_path / ".out.aside").iterdir())
-    assert merge_adapter(str(base), two, tmp_path / "out").num_kept == 0
+    assert merge_one(str(base), two, tmp_path / "out").num_kept == 0
     _assert_same(
         _numbers(tmp_path / "out"), load_adapted(base, two).merge_and_unload().state_dict()
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,33 @@ def test_a_merged_model_has_a_card_with_the_bases_licence(base, adapter, tmp_pat
     card = ModelCard((tmp_path / "out" / "README.md").read_text())
     assert card.data.license == "mit"
     assert "# my-llama with a LoRA adapter merged in" in card.content
+
+
+def test_a_merged_card_tells_of_the_step_that_was_saved(base, adapter, tmp_path):
+    """The best one; where no checkpoint says any more which that was, of none."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    text = RECIPE.replace("output_note", "run_name").format(base=base)
+    (tmp_path / "recipe.toml").write_text(f"{text}\nload_best_model_at_end = true\n")
+    losses = {0: 3.0, 2: 1.0, 4: 2.0}
+    records = [json.dumps({"step": step, "eval_loss": loss}) for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    for step in (2, 4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (2, 4):
+        state = json.dumps({"global_step": step, "best_global_step": 2})
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    (tmp_path / "out").mkdir()
+    write_merged_card(tmp_path, adapter, str(base), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| steps | 2 |" in card
+    assert "| chosen among | the checkpoints of 4 steps |" in card
+    assert "| evaluation loss | 3.0000 -> 1.0000 |" in card
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    write_merged_card(tmp_path, adapter, str(base), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "evaluation loss" not in card
+    assert "| steps |" not in card
 
 
 @pytest.mark.parametrize(

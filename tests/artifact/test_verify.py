@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.artifact.tiny import VOCAB, change_tensors, load_adapted, write_adapter, write_base
-from tplora.artifact.merge import merge_adapter
+from tests.merging import merge_one
 from tplora.artifact.probe import choose_probe_rows, logits_at, read_probe, record_probe
 from tplora.artifact.verify import verify_adapter, verify_merged, write_record
 from tplora.errors import ArtifactError
@@ -47,7 +47,7 @@ def test_a_saved_adapter_that_says_what_was_recorded_passes(run, base):
 
 
 def test_a_merged_model_is_held_to_the_same_record_and_a_wrong_one_fails(run, base, tmp_path):
-    merge_adapter(str(base), run[0], tmp_path / "merged")
+    merge_one(str(base), run[0], tmp_path / "merged")
     report = verify_merged(tmp_path / "merged", str(base), run[1], dtype=torch.float32)
     assert report.passed
     assert report.top1_agreement == 1

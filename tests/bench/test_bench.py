@@ -135,16 +135,24 @@ def test_operations_of_a_step_are_those_that_torch_counts():
     rows = torch.zeros((2, 16), dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counted:
         model(input_ids=rows).logits.sum().backward()  # a loss computes its chunks twice
-    found = sum(
-        n for op, n in counted.get_flop_counts()["Global"].items() if "mm" in str(op)
-    ) - _attention_products(config, rows)
+    found = _products(counted) - 12 * _attention_products(config, rows)
     wanted = step_flops(plan, config, num_tokens=rows.numel(), length=0)
     assert found == pytest.approx(wanted, rel=0.01)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        _ = model(input_ids=rows).logits
+    found = _products(counted) - 4 * _attention_products(config, rows)
+    beside = step_flops(plan, config, num_tokens=rows.numel(), length=0, num_passes=1) - wanted
+    assert found == pytest.approx(beside, rel=0.01), "a pass that nothing is learned from"
+
+
+def _products(counted):
+    counts = counted.get_flop_counts()["Global"]
+    return sum(number for op, number in counts.items() if "mm" in str(op))
 
 
 def _attention_products(config, rows):
     heads, size = config.num_attention_heads, config.head_dim
-    return 12 * config.num_hidden_layers * rows.numel() * rows.shape[1] * heads * size
+    return config.num_hidden_layers * rows.numel() * rows.shape[1] * heads * size
 
 
 def test_of_experts_those_count_that_a_token_meets():

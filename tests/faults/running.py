@@ -6,6 +6,7 @@ them dies, ending the others, the world does.
 
 import contextlib
 import errno
+import io
 import json
 import os
 import random
@@ -23,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
+from tests.merging import merge_one
 from tests.run.test_finetune import RECIPE, chat
 from tests.tiny import write_checkpoint
 from tests.train.tiny_tokenizer import tiny_tokenizer
-from tplora.artifact.merge import merge_adapter
 from tplora.recipe.check import read_recipe
 from tplora.run.finetune import run_finetune
 from tplora.run.start import Start
@@ -37,16 +38,19 @@ MAX_STEPS = 6
 
 
 def write_place(folder: Path) -> Path:
-    """A folder with a recipe of six steps that saves every two of them, a base and rows."""
+    """A folder with a recipe of six steps that saves every two of them, a base and rows.
+
+    The fourth step is the last of an epoch, and short.
+    """
     write_checkpoint("llama", folder / "base", vocab_size=512, max_position_embeddings=256)
     tiny_tokenizer().save_pretrained(folder / "base")
     recipe = RECIPE.replace("max_steps = 4", f"max_steps = {MAX_STEPS}")
+    recipe = recipe.replace("gradient_accumulation_steps = 2", "gradient_accumulation_steps = 1")
     saving = 'save_strategy = "steps"\nsave_steps = 2\nsave_total_limit = 2\n'
     (folder / "recipe.toml").write_text(recipe + saving)
     (folder / "unsaved.toml").write_text(recipe + "save_only_model = true\n")
-    (folder / "unsaved.toml").write_text(recipe + "save_only_model = true\n")
-    (folder / "train.jsonl").write_text("\n".join(chat(n) for n in range(14)) + "\n")
-    (folder / "eval.jsonl").write_text("\n".join(chat(n) for n in range(20, 25)) + "\n")
+    (folder / "train.jsonl").write_text("\n".join(chat(n) for n in range(7)) + "\n")
+    (folder / "eval.jsonl").write_text("\n".join(chat(n) for n in range(20, 22)) + "\n")
     return folder
 
 
@@ -75,7 +79,7 @@ def finetune(
 def export(place: Path, adapter: Path, merged: Path, fault: tuple[object, ...] = ()) -> None:
     """What ``tplora export`` does."""
     with _FAULTS[str(fault[0])](*fault[1:]) if fault else contextlib.nullcontext():
-        merge_adapter(str(place / "base"), adapter, merged)
+        merge_one(str(place / "base"), adapter, merged)
 
 
 # ---- faults, each a context on the rank that has it
@@ -182,14 +186,18 @@ def _disk_full(function: str, call: int = 1):
 
 @contextlib.contextmanager
 def _small_files(num_bytes: int):
-    """The kernel refuses to let a file grow beyond that, as a full disk would."""
+    """The kernel refuses to let a file grow beyond that, as a full disk would.
+
+    Of this process any file: also that through which its world meets, and what it says into one.
+    """
     import resource  # noqa: PLC0415  not on every system
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -1,56 +1,34 @@
 """Whole commands, as a person or a scheduler starts them: real launchers, real ranks, real signals.
 
 Slow: each rank imports everything. What they show beyond ``test_faults.py`` is that the parts meet.
+Repeated (``TPLORA_FAULT_REPEATS``), all but the first are forked, with the imports made.
 """
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.faults.commands import TORCHRUN, ends, ranks_of, start
+from tests.faults.conftest import REPEATS
 from tests.faults.running import assert_ended_like, assert_nothing_is_half
 from tests.launch.test_launcher import _is_running
 from tests.launch.test_restarts import free_port
-from tests.run.test_finetune import children_of, wait_for
+from tests.run.test_finetune import wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow]
 
-REPEATS = int(os.environ.get("TPLORA_FAULT_REPEATS", "1"))
 
-
-def start(place: Path, *argv: str, program: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *program, "-m", "tplora", "finetune", "recipe.toml", *argv],
-        cwd=place,
-        env=os.environ | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    return children_of(launcher.pid)
-
-
-def ends(process: subprocess.Popen[str], code: int | None) -> str:
-    said, _ = process.communicate(timeout=240)
-    assert code is None or process.returncode == code, said
-    return said
-
-
-@pytest.mark.parametrize("seed", range(REPEATS))
 def test_a_killed_rank_is_named_and_the_run_goes_on_by_itself(place, whole, tmp_path, seed):
     """At a random moment after the first checkpoint; then all ranks are new processes."""
     run, chance = tmp_path / "run", random.Random(seed)
-    launcher = start(place, "--output", str(run), "--max-restarts", "1")
-    wait_for(run / "metrics.jsonl", text='"step": 2')
-    time.sleep(chance.uniform(0, 0.5))
+    command = ("--output", str(run), "--max-restarts", "1")
+    launcher = start(place, *command, is_forked=seed > 0)
+    wait_for(run / "checkpoint-2" / "trainer_state.json", text="global_step")
+    time.sleep(chance.uniform(0, 0.3))
     first = ranks_of(launcher)
     rank = chance.randrange(2)
     os.kill(first[rank], signal.SIGKILL)
@@ -65,14 +43,12 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_by_itself(place, whole, tmp_
     assert_ended_like(run, whole)
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
 @pytest.mark.parametrize("to", ["launcher", "rank", "torchrun"])
 def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(place, whole, tmp_path, to, seed):
     run, chance = tmp_path / "run", random.Random(seed)
-    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = ("--output", str(run), "--resume-or-start")
-    launcher = start(place, *command, program=program if to == "torchrun" else ())
-    wait_for(run / "metrics.jsonl", text=f'"step": {chance.randint(1, 3)}')
+    command, how = ("--output", str(run), "--resume-or-start"), {"is_forked": seed > 0}
+    launcher = start(place, *command, program=TORCHRUN if to == "torchrun" else (), **how)
+    wait_for(run / "metrics.jsonl", text=f'"step": {chance.randint(1, 2)}')
     ranks = ranks_of(launcher)
     os.kill(ranks[chance.randrange(2)] if to == "rank" else launcher.pid, signal.SIGTERM)
     said = ends(launcher, None if to == "torchrun" else 75)
@@ -80,22 +56,24 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(place, whole, 
     assert "stopped by SIGTERM after step" in said
     assert not any(map(_is_running, ranks))
     assert_nothing_is_half(run)
-    ends(start(place, *command), 0)
-    complete = ends(start(place, *command), 0)
+    ends(start(place, *command, **how), 0)
+    complete = ends(start(place, *command, **how), 0)
     assert "this run is complete" in complete
     if (run / "logs").exists():
         (run / "logs").rename(tmp_path / "logs")
     assert_ended_like(run, whole)
 
 
-def start_nodes(place: Path, run: Path, *argv: str) -> list[subprocess.Popen[str]]:
+def start_nodes(place: Path, run: Path, *argv: str, is_forked: bool):
     endpoint = f"127.0.0.1:{free_port()}"
     command = (
         "--output", str(run), "--set", "parallel.tp_size=1", "--set",
         "parallel.dp_replicate_size=2", "--set", "train.per_device_train_batch_size=1",
         "--nnodes", "2", "--rdzv-endpoint", endpoint, *argv,
     )  # fmt: skip
-    return [start(place, *command, "--node-rank", str(node)) for node in (0, 1)]
+    return [
+        start(place, *command, "--node-rank", str(node), is_forked=is_forked) for node in (0, 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +82,22 @@ def over_data(place):
     run = place / "data"
     argv = ("--set", "parallel.tp_size=1", "--set", "parallel.dp_replicate_size=2", "--set",
             "train.per_device_train_batch_size=1")  # fmt: skip
-    ends(start(place, "--output", str(run), *argv), 0)
+    ends(start(place, "--output", str(run), *argv, is_forked=REPEATS > 1), 0)
     return run
 
 
-def test_two_launchers_give_the_run_of_one(place, over_data, tmp_path):
-    nodes = start_nodes(place, tmp_path / "run")
+def test_two_launchers_give_the_run_of_one(place, over_data, tmp_path, seed):
+    nodes = start_nodes(place, tmp_path / "run", is_forked=seed > 0)
     said = [ends(node, 0) for node in nodes]
     assert "step 6/6" in said[0]
     assert "step 1/6" not in said[1], "the first rank is on node 0"
     assert_ended_like(tmp_path / "run", over_data)
 
 
-def test_two_launchers_go_on_together_when_one_loses_a_rank(place, over_data, tmp_path):
+def test_two_launchers_go_on_together_when_one_loses_a_rank(place, over_data, tmp_path, seed):
     run = tmp_path / "run"
-    nodes = start_nodes(place, run, "--max-restarts", "2")
-    wait_for(run / "metrics.jsonl", text='"step": 3')
+    nodes = start_nodes(place, run, "--max-restarts", "2", is_forked=seed > 0)
+    wait_for(run / "checkpoint-2" / "trainer_state.json", text="global_step")
     os.kill(ranks_of(nodes[1])[0], signal.SIGKILL)
     said = [ends(node, 0) for node in nodes]
     assert "restart 1 of 2: rank 1 of 2 was killed by SIGKILL" in said[1]
@@ -127,13 +105,13 @@ def test_two_launchers_go_on_together_when_one_loses_a_rank(place, over_data, tm
     assert_ended_like(run, over_data)
 
 
-def test_sigterm_to_one_node_ends_both_at_one_step(place, over_data, tmp_path):
+def test_sigterm_to_one_node_ends_both_at_one_step(place, over_data, tmp_path, seed):
     run = tmp_path / "run"
-    nodes = start_nodes(place, run, "--resume-or-start")
+    nodes = start_nodes(place, run, "--resume-or-start", is_forked=seed > 0)
     wait_for(run / "metrics.jsonl", text='"step": 1')
     nodes[1].send_signal(signal.SIGTERM)
     said = [ends(node, 75) for node in nodes]
     assert "stopped by SIGTERM after step" in said[0]
-    for node in start_nodes(place, run, "--resume-or-start"):
+    for node in start_nodes(place, run, "--resume-or-start", is_forked=seed > 0):
         ends(node, 0)
     assert_ended_like(run, over_data)

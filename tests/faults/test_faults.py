@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.faults.conftest import REPEATS
 from tests.faults.running import assert_ended_like, assert_nothing_is_half, export, finetune
-from tests.world import RankError
+from tests.world import RankError, World
 from tplora.run.start import Start
 
 pytestmark = pytest.mark.world
@@ -21,6 +22,7 @@ def goes_on(world, place, run, whole):
 
 SAVING = "tplora.train.checkpoint_saving"
 FINAL = "tplora.run.finetune"
+TRAINER = "tplora.train.trainer.TploraSFTTrainer"
 KILLS = {
     "before-a-checkpoint": ("killed at", 1, 2),
     "in-a-step": ("killed at", 1, 4),
@@ -29,6 +31,7 @@ KILLS = {
     "before-a-checkpoint-is-renamed": ("killed in", 0, "tplora.files._rename_folder", 2),
     "before-old-ones-go": ("killed in", 0, f"{SAVING}.remove_old_checkpoints", 3),
     "in-a-gather": ("killed in", 1, f"{SAVING}.gather_factors", 2),
+    "before-an-epoch-is-evaluated": ("killed in", 1, f"{TRAINER}.evaluate", 2),
     "in-the-last-gather": ("killed in", 1, f"{FINAL}.gather_factors"),
     "before-the-adapter-is-written": ("killed in", 0, f"{FINAL}.write_adapter"),
     "before-the-adapter-is-renamed": ("killed in", 0, "tplora.files._rename_folder", 4),
@@ -47,7 +50,7 @@ def test_a_rank_is_killed(world2, place, whole, tmp_path, kill):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(max(20, REPEATS)))
 def test_a_rank_is_killed_at_a_random_moment(world2, place, whole, tmp_path, seed):
     """Up to the end of a run, which then has to go on from wherever it was."""
     fault = ("killed after", seed % 2, seed, 2.5)
@@ -59,17 +62,21 @@ def test_a_rank_is_killed_at_a_random_moment(world2, place, whole, tmp_path, see
 
 
 @pytest.mark.parametrize(
-    "rank", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, "all"))]
+    ("rank", "step"),
+    [(1, 3), (1, 4), *(pytest.param(rank, 3, marks=pytest.mark.slow) for rank in (0, "all"))],
 )
-def test_a_rank_that_is_asked_to_end_ends_all_at_its_step(world2, place, whole, tmp_path, rank):
-    """With a checkpoint of a step that has none otherwise."""
+def test_a_rank_that_is_asked_to_end_ends_all_at_its_step(
+    world2, place, whole, tmp_path, rank, step
+):
+    """With a checkpoint of step 3, which has none otherwise; of step 4 once it is evaluated."""
     run = tmp_path / "run"
-    for error in world2.run(finetune, place, run, ("asked to end", rank, 3)):
+    for error in world2.run(finetune, place, run, ("asked to end", rank, step)):
         assert error == (
-            "PreemptedError: stopped by SIGTERM after step 3/6; checkpoint-3 is saved; go on with "
-            "--resume"
+            f"PreemptedError: stopped by SIGTERM after step {step}/6; checkpoint-{step} is saved; "
+            "go on with --resume"
         )
-    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    saved = {path.name for path in run.glob("checkpoint-*")}
+    assert saved == {"checkpoint-2", f"checkpoint-{step}"}
     goes_on(world2, place, run, whole)
 
 
@@ -110,20 +117,23 @@ def test_a_rank_that_is_fed_otherwise_stops_all_and_is_named(world2, place, whol
     goes_on(world2, place, run, whole)
 
 
-FULL = {
-    "checkpoint": (("disk full", 0, "torch.save", 4), "checkpoint-4: the disk is full"),
-    "kernel": (("small files", 0, 20_000), "checkpoint-2: "),
-}
-
-
-@pytest.mark.parametrize("where", ["checkpoint", pytest.param("kernel", marks=pytest.mark.slow)])
-def test_a_full_disk_stops_every_rank_and_is_named(world2, place, whole, tmp_path, where):
-    fault, says = FULL[where]
+def test_a_full_disk_stops_every_rank_and_is_named(world2, place, whole, tmp_path):
     run = tmp_path / "run"
-    errors = world2.run(finetune, place, run, fault)
+    errors = world2.run(finetune, place, run, ("disk full", 0, "torch.save", 4))
     assert errors[0] == errors[1]
-    assert errors[0].startswith(f"ArtifactError: {run}/{says}")
+    assert errors[0].startswith(f"ArtifactError: {run}/checkpoint-4: the disk is full")
     goes_on(world2, place, run, whole)
+
+
+@pytest.mark.slow
+def test_a_file_that_the_kernel_cuts_short_stops_every_rank_and_is_named(place, whole, tmp_path):
+    """In a world of its own: one meets in a file, which grows with all that it ran before."""
+    run = tmp_path / "run"
+    with World(2) as fresh:
+        errors = fresh.run(finetune, place, run, ("small files", 0, 20_000))
+        assert errors[0] == errors[1]
+        assert errors[0].startswith(f"ArtifactError: {run}/checkpoint-2: ")
+        goes_on(fresh, place, run, whole)
 
 
 @pytest.mark.parametrize(

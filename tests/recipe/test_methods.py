@@ -64,7 +64,7 @@ def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path, line: str
         ('method = "dpo"\nld_alpha = 2.0', "ld_alpha", "needs a number from 0 to 1"),
         ('method = "dpo"\nprecompute_ref_log_probs = true', "precompute_ref_log_probs", "once per"),
         ('method = "dpo"\nsync_ref_model = true', "sync_ref_model", "without an adapter"),
-        ('method = "dpo"\npadding_free = true', "padding_free", "not checked"),
+        ('method = "dpo"\npadding_free = true', "padding_free", 'trl has it for method = "sft"'),
         (
             'method = "dpo"\ntruncation_mode = "keep_end"',
             "truncation_mode",

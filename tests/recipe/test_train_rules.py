@@ -32,7 +32,7 @@ ALLOWED = {
     "train_sampling_strategy", "length_column_name", "skip_memory_metrics", "dataset_num_proc",
     "eos_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of",
     "completion_only_loss", "loss_type", "pad_token", "router_aux_loss_coef",
-    "label_smoothing_factor",
+    "label_smoothing_factor", "bf16", "packing", "padding_free", "packing_strategy", "eval_packing",
     "load_best_model_at_end", *OWN_TRAIN_KEYS,
     # DPO and KTO
     "beta", "disable_dropout", "discopop_tau", "f_alpha_divergence_coef", "f_divergence_type",
@@ -84,9 +84,14 @@ def test_every_field_of_distributed_config_is_taken_or_refused_by_name() -> None
         ("save_steps = 5", 'no effect while save_strategy is "no"'),
         ('output_dir = "there"', "comes from --output"),
         ("assistant_only_loss = false", "it is a key of [data]"),
-        ("packing = true", "not checked with every attention backend"),
-        ("padding_free = true", "not checked with every attention backend"),
-        ("bf16 = true", 'model.dtype = "bfloat16"'),
+        (
+            'packing = true\npacking_strategy = "wrapped"',
+            'has each row read those before it; use "b',
+        ),
+        ('packing = true\npacking_strategy = "bfd_split"', "without what came before it"),
+        ('packing = true\npacking_strategy = "ffd"', 'needs "bfd"'),
+        ("eval_packing = true", "has no effect without packing = true"),
+        ("padding_free = true\npad_to_multiple_of = 8", "joined rows have no padding"),
         ("bf16_full_eval = true", 'model.dtype = "bfloat16"'),
         ('deepspeed = "ds.json"', "the mesh is built from [parallel]"),
         ('fsdp = "full_shard"', "the mesh is built from [parallel]"),
@@ -112,8 +117,8 @@ def test_both_names_of_activation_checkpointing_at_once_are_refused(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "line",
-    ["packing = false", "bf16 = false", 'optim = "sgd"', 'report_to = ["none"]',
-     "tf32 = true",
+    ["packing = false", "packing = true\neval_packing = false", "padding_free = true",
+     "bf16 = false", "bf16 = true", 'optim = "sgd"', 'report_to = ["none"]', "tf32 = true",
      'save_strategy = "steps"\nsave_only_model = true', 'save_strategy = "epoch"',
      "learning_rate = 1", "max_grad_norm = 0",
      "warmup_steps = 0.1", "lr_scheduler_kwargs = { num_cycles = 2 }", "logging_steps = 0.1"],

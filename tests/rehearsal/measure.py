@@ -1,10 +1,11 @@
 """What a step really takes: every byte that torch's CPU allocator gave out, and took back."""
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tests.communication import Recorded
 from tests.models import world_size
@@ -48,14 +49,31 @@ class RealStep:
         draw = torch.Generator().manual_seed(3)
         shape = (batch.rows, batch.length)
         self.rows = torch.randint(0, vocab, shape, generator=draw)
-        self.mask = torch.ones_like(self.rows)
-        self.mask[-1, -1] = 0  # one padded place, so that attention has a mask
+        mask = torch.ones_like(self.rows)
+        mask[-1, -1] = 0  # one padded place, so that attention has a mask
+        self.given = {"input_ids": self.rows, "labels": self.rows, "attention_mask": mask}
+        if batch.is_joined:
+            places = torch.arange(batch.length).repeat(batch.rows)[None]
+            rows = self.rows.view(1, -1)
+            self.given = {"input_ids": rows, "labels": rows, "position_ids": places}
+        if batch.reference_passes:
+            self.model.add_adapter("ref", copy.deepcopy(lora))
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
 
     def forward(self) -> torch.Tensor:
-        given = {"input_ids": self.rows, "labels": self.rows, "attention_mask": self.mask}
-        return self.model(**given, fused_lm_head=True).loss
+        """All passes of a micro-batch; as trl's, those of the reference come last."""
+        self._look(self.batch.passes_before)
+        loss = self.model(**self.given, fused_lm_head=True).loss
+        if self.batch.reference_passes:
+            with use_adapter(self.model, "ref"):
+                self._look(self.batch.reference_passes)
+        return loss
+
+    @torch.no_grad()
+    def _look(self, num_passes: int) -> None:
+        for _ in range(num_passes):
+            self.model(**self.given, fused_lm_head=True)
 
     def step(self) -> None:
         if self.batch.is_accumulated:

@@ -1,15 +1,21 @@
 """A step that is rehearsed without storage takes and says what the real step takes and says."""
 
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from tests.axes.running import Mesh
 from tests.models import lora as tiny_lora
+from tests.models import world_size
 from tests.quantized import quantization
 from tests.rehearsal.measure import measure, peak_bytes
 from tests.rehearsal.models import lora, write_model
+from tests.train import preferences
+from tests.train.preferences import Preferring
 from tests.train.training import Setup, build_trainer
 from tplora.errors import PlanError
 from tplora.plan.build import build_plan
@@ -72,6 +78,19 @@ def test_a_rehearsed_step_takes_what_the_allocator_gives_out(world_of, model, na
     _assert_same(cost, found[0])
 
 
+PASSES = {
+    "joined": Batch(rows=3, length=80, is_checkpointed=True, is_joined=True),
+    "pairs": Batch(rows=4, length=64, is_checkpointed=True, reference_passes=1),
+    "rated": Batch(rows=3, length=64, is_checkpointed=False, passes_before=1, reference_passes=2),
+}
+
+
+@pytest.mark.parametrize("kind", ["joined", "pairs", pytest.param("rated", marks=pytest.mark.slow)])
+def test_joined_rows_and_a_reference_take_what_was_rehearsed(world2, model, kind):
+    cost = _rehearsed(model("llama"), PASSES[kind], 2)
+    _assert_same(cost, world2.run(measure, model("llama"), lora(), PASSES[kind])[0])
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latent_attention_say_what_was_rehearsed(world2, model, name):
     for batch in (KEPT, CHECKPOINTED):
@@ -106,7 +125,10 @@ def _measure_in_trainer(path, folder):
     rows = [{"input_ids": [3 + (k * n) % 90 for n in range(63 - (k == 3))]} for k in range(8)]
     rows = [row | {"completion_mask": [1] * len(row["input_ids"])} for row in rows]
     setup = Setup(batch_size=4, accumulation=1, max_steps=2)
-    trainer = build_trainer(path, folder, setup, rows=rows)
+    return _peak_of_last_step(build_trainer(path, folder, setup, rows=rows))
+
+
+def _peak_of_last_step(trainer):
     step, peaks = trainer.training_step, []
 
     def measured(*args):
@@ -126,6 +148,37 @@ def test_the_trainer_takes_what_was_rehearsed(world_of, model, tmp_path, tp_size
     cost = rehearse(plan, config, adapter, Batch(rows=4, length=63, is_checkpointed=False))
     for found in world_of(tp_size).run(_measure_in_trainer, model("llama"), tmp_path):
         assert cost.working == pytest.approx(found, rel=0.1)
+
+
+def _measure_pairs(path, folder):
+    """Of pairs whose answers are all of the sequence but one token, one of them shorter by one."""
+    answer = [3 + n % 90 for n in range(62)]
+    rows = [
+        {"prompt_ids": [5], "chosen_ids": answer[: 62 - (k == 3)], "rejected_ids": answer[::-1]}
+        for k in range(8)
+    ]
+    setup = Preferring(num_rows=8, accumulation=1, max_steps=2)
+    with mock.patch.dict(preferences.ROWS, dpo=lambda num_rows: rows):
+        trainer = preferences.build(path, folder, setup, Mesh(tp_size=world_size()))
+    return _peak_of_last_step(trainer)
+
+
+def test_the_trainer_of_pairs_takes_what_was_rehearsed(world2, model, tmp_path):
+    config, adapter = AutoConfig.from_pretrained(model("llama")), tiny_lora()
+    plan = build_plan(config, adapter, tp_size=2, dtype="float64")
+    batch = Batch(rows=8, length=63, is_checkpointed=False, reference_passes=1)
+    cost = rehearse(plan, config, adapter, batch)
+    for found in world2.run(_measure_pairs, model("llama"), tmp_path):
+        assert cost.working == pytest.approx(found, rel=0.1)
+
+
+def test_the_tolerance_sees_a_pass_of_the_reference(world2, model):
+    """What is said by it, though what it takes is smaller than backward's most."""
+    alone = replace(PASSES["pairs"], reference_passes=0)
+    cost = _rehearsed(model("llama"), alone, 2)
+    found = world2.run(measure, model("llama"), lora(), PASSES["pairs"])[0]
+    assert found["resident"] > cost.resident
+    assert found["forward"] != cost.forward
 
 
 def test_the_tolerance_sees_activations_that_are_kept(world2, model):

@@ -1,5 +1,6 @@
 """Bytes and collectives of a step on each axis, over 1 to 4 processes: predicted is measured."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -9,29 +10,16 @@ from transformers import AutoConfig
 
 from tests.rehearsal.measure import RealStep
 from tests.rehearsal.models import lora, write_model
+from tests.scaling_table import BATCH, MESHES, PAGE, predict, rows_of
 from tplora.plan.axes import Axes
 from tplora.plan.axes_cost import bucket_bytes
 from tplora.plan.build import build_plan
 from tplora.plan.report import render_plan
-from tplora.plan.step_cost import Batch
 from tplora.plan.step_report import peak_bytes, step_facts
 from tplora.plan.traffic import gathered_bytes, step_traffic
 from tplora.rehearsal.step import rehearse
 
 pytestmark = pytest.mark.world
-
-BATCH = Batch(rows=2, length=24, is_checkpointed=False)
-MESHES = (
-    Axes(tp_size=1),
-    Axes(tp_size=2),
-    Axes(tp_size=1, fsdp_size=2),
-    Axes(tp_size=1, dp_replicate_size=2),
-    Axes(tp_size=1, fsdp_size=3),
-    Axes(tp_size=4),
-    Axes(tp_size=2, fsdp_size=2),
-    Axes(tp_size=2, dp_replicate_size=2),
-    Axes(tp_size=1, fsdp_size=2, dp_replicate_size=2),
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +27,10 @@ def path(tmp_path_factory):
     return write_model("llama", tmp_path_factory.mktemp("traffic") / "llama")
 
 
-def _measured(path, axes):
+def _measured(path, axes, batch=BATCH):
     """Count and bytes of each axis on this rank, gathered weights in full."""
     sizes = {"fsdp_size": axes.fsdp_size, "dp_replicate_size": axes.dp_replicate_size}
-    real = RealStep(path, lora(), BATCH, tp_size=axes.tp_size, **sizes)
+    real = RealStep(path, lora(), batch, tp_size=axes.tp_size, **sizes)
     forward, backward, bucket = real.calls()
     gathers = [n for kind, n in (*forward, *backward) if "base" in kind]
     activations = [[n for kind, n in part if "base" not in kind] for part in (forward, backward)]
@@ -54,16 +42,25 @@ def _measured(path, axes):
     }
 
 
-def _predicted(path, axes):
-    config = AutoConfig.from_pretrained(path)
-    plan = build_plan(config, lora(), tp_size=axes.tp_size)
-    return plan, rehearse(plan, config, lora(), BATCH)
+def _predicted(path, axes, batch=BATCH):
+    return predict(AutoConfig.from_pretrained(path), lora(), batch, axes.tp_size)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_each_axis_carries_what_was_predicted(world_of, path, axes):
-    plan, cost = _predicted(path, axes)
-    found = world_of(axes.world_size).run(_measured, path, axes)[0]
+    traffic = _assert_predicted(world_of, path, axes, BATCH)
+    assert "\n".join(rows_of(axes, traffic)) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("axes", [Axes(tp_size=2), Axes(tp_size=1, fsdp_size=2)], ids=str)
+def test_passes_of_a_reference_are_carried_too(world_of, path, axes):
+    batch = replace(BATCH, passes_before=1, reference_passes=2)
+    _assert_predicted(world_of, path, axes, batch)
+
+
+def _assert_predicted(world_of, path, axes, batch):
+    plan, cost = _predicted(path, axes, batch)
+    found = world_of(axes.world_size).run(_measured, path, axes, batch)[0]
     traffic = step_traffic(plan, axes, cost, num_micro_batches=1)
     said = {one.what: (one.count, one.num_bytes) for one in traffic}
     for what in ("forward", "backward"):
@@ -73,6 +70,7 @@ def test_each_axis_carries_what_was_predicted(world_of, path, axes):
     if axes.fsdp_size > 1:
         assert said["the base"] == found["base"]
     assert not dist.is_initialized()
+    return traffic
 
 
 def test_the_table_of_eight_by_eight_gpus_is_printed_from_the_plan(path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from tests.quantized import quantization
@@ -104,13 +105,14 @@ def test_a_base_that_is_gone_or_not_named_is_an_error_of_ours(tmp_path):
 
 def test_a_base_that_was_not_quantised_has_one_form(tmp_path):
     base = _base(tmp_path / "base")
+    save_file({"w": torch.zeros(1)}, base / "model.safetensors")
     adapter = _adapter(tmp_path, str(base))
     found = find_base(adapter, adapter)
     for into in ("dequantized", "original"):
         with (
             pytest.raises(ArtifactError, match="was not trained on a quantised base"),
-            base_to_merge_into(found, tmp_path / "out", into=into),
+            base_to_merge_into(found, into=into),
         ):
             pass
-    with base_to_merge_into(found, tmp_path / "out") as source:
-        assert (source.path, source.note) == (str(base), "")
+    with base_to_merge_into(found) as source:
+        assert (source.tensors.checkpoint.folder, source.note) == (base, "")

@@ -1,5 +1,6 @@
 """What fits a GPU: the fewest processes, and the most rows of a micro-batch."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,11 +71,40 @@ def test_nothing_fits_into_too_little(recipe):
 
 
 def test_a_recipe_says_its_micro_batch():
-    recipe = SimpleNamespace(train={"max_length": 128, "gradient_accumulation_steps": 2})
+    train = {"max_length": 128, "gradient_accumulation_steps": 2}
+    recipe = SimpleNamespace(train=train, method="sft")
     batch = planned_batch(recipe)
     assert (batch.rows, batch.length) == (8, 128)
     assert batch.is_checkpointed
     assert batch.is_accumulated
+    assert not batch.is_joined
+    assert not batch.reference_passes
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "sequences", "passes"),
+    [
+        ("dpo", {}, 16, (0, 1)),
+        ("kto", {}, 8, (1, 2)),
+        ("kto", {"loss_type": "apo_zero_unpaired"}, 8, (0, 1)),
+    ],
+)
+def test_a_recipe_says_what_preferences_are_compared_with(method, changes, sequences, passes):
+    batch = planned_batch(SimpleNamespace(train=changes, method=method))
+    assert batch.rows == sequences
+    assert (batch.passes_before, batch.reference_passes) == passes
+
+
+def test_joined_rows_and_preferences_are_run_through_and_autocast_is_not(recipe):
+    for train in ({"packing": True}, {"method": "dpo"}, {"bf16": True}):
+        changed = replace(recipe, train=recipe.train | train)
+        plan = plan_recipe(changed, tp_size=2)
+        if "bf16" in train:
+            with pytest.raises(PlanError, match="what autocast casts is known on a device alone"):
+                predict_step(changed, plan)
+            continue
+        cost = predict_step(changed, plan)
+        assert cost.peak > predict_step(recipe, plan).peak, train
 
 
 def _plan(recipe, *argv):

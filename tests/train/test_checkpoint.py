@@ -87,7 +87,7 @@ def test_resumed_at_the_same_tp_size_every_bit_is_the_same(
         assert again == (folder / "checkpoint-6" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (2, 3), (2, 4), (1, 2)])
 def test_resumed_at_another_tp_size_the_run_is_the_same(
     world_of, run_at, checkpoint, tmp_path, saved, resumed
 ):

@@ -99,7 +99,7 @@ def build_trainer(path, folder, setup, *, rows=None, callbacks=(), **kwargs):
         **dict(setup.arguments),
     }
     if is_trl:
-        args = SFTConfig(**common, max_length=64)
+        args = SFTConfig(**{"max_length": 64, **common})
     else:
         args = TrainingArguments(**common, remove_unused_columns=False)
     trainer = TRAINERS[setup.trainer](

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.zoo.build import VOCAB
 from tests.zoo.double import Double
+from tests.zoo.packing import LENGTHS, joined, tokens
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.config import file_config
 from tplora.adapter.dropout import ForwardSeed
@@ -150,6 +151,17 @@ class Pair:
         with self.model.disable_adapter(), self.truth.disable_adapter():
             self.note("base", _logits(self.model, batch), _logits(self.truth, batch))
 
+    def compare_joined(self, vocab: int) -> None:
+        """Joined rows on the ranks, and each row alone in one process."""
+        self.model.eval(), self.truth.eval()
+        given = tokens(vocab)
+        with torch.no_grad():
+            found = _full(self.model(**joined(given), use_cache=False).logits)
+        for k in (2, 4):  # the longest one, and one behind a single token
+            row = {"input_ids": given[k][None], "attention_mask": None}
+            wanted = _logits(self.truth, row)
+            self.note("joined", found.split(LENGTHS, 1)[k], wanted, f"row {k}")
+
     def compare_file(self, batch) -> None:
         """What was trained, the saved adapter in plain PEFT, and both of them merged."""
         self.model.eval(), self.truth.eval()
@@ -167,7 +179,7 @@ class Pair:
 
 
 def deviations(
-    path: str, tp_size: int, vocab: int = VOCAB, *, is_cut: bool = False
+    path: str, tp_size: int, vocab: int = VOCAB, *, packs: bool = False, is_cut: bool = False
 ) -> dict[str, tuple[float, str]]:
     """The largest relative difference of each kind, and where it was.
 
@@ -175,6 +187,7 @@ def deviations(
         path: A checkpoint.
         tp_size: Ranks.
         vocab: Tokens to draw from.
+        packs: Whether rows are joined.
         is_cut: Whether ranks share out the tokens between attention and MLP.
     """
     with Double():
@@ -182,6 +195,8 @@ def deviations(
         data = batches(vocab)
         pair.compare_base(data[1])
         pair.draw_factors()
+        if packs:
+            pair.compare_joined(vocab)
         pair.train(data)
         pair.compare_file(data[1])
     return pair.worst

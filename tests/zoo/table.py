@@ -15,9 +15,11 @@ from transformers import AutoConfig
 
 from tests.world import World
 from tests.zoo.build import architectures, build_model
+from tests.zoo.packing import stays_apart
 from tests.zoo.parity import deviations, everything
 from tplora.plan.architectures import Architecture, proven_classes
 from tplora.plan.facts import read_facts
+from tplora.plan.packing import PROVEN_ATTENTION
 from tplora.plan.style import STYLES
 from tplora.upstream import build_meta_model
 
@@ -49,8 +51,8 @@ def is_within(worst: dict[str, tuple[float, str]], precision: str) -> bool:
     return all(error <= FLOAT32.get(kind, FLOAT32_FIRST) for kind, (error, _) in worst.items())
 
 
-def describe(model_type: str, config, precision: str) -> Architecture:
-    """The row of one architecture, but for its precision read from config and plan."""
+def describe(model_type: str, config, precision: str, *, packs: bool) -> Architecture:
+    """The row of one architecture, but for what was measured read from config and plan."""
     model = build_meta_model(config, trust_remote_code=False)
     facts = read_facts(model)
     stacks = facts.with_role("experts")
@@ -65,6 +67,7 @@ def describe(model_type: str, config, precision: str) -> Architecture:
         experts=None if not stacks else "cut" if is_cut else "whole",
         head="whole" if head.style is None else "cut",
         not_adapted=tuple(sorted({name.rpartition(".")[2] for name in linears - adapted})),
+        packs=packs,
         tp_sizes=(2, 4) if model_type in AT_FOUR else (2,),
     )
 
@@ -97,7 +100,8 @@ def page_text(rows, classes) -> str:
     """``docs/models.md``."""
     table = [
         f"| {row.model_type} | exact | {', '.join(map(str, row.tp_sizes))} | {row.precision} "
-        f"| {row.experts or '-'} | {row.head} | {', '.join(row.not_adapted) or '-'} |"
+        f"| {row.experts or '-'} | {row.head} | {'apart' if row.packs else 'refused'} "
+        f"| {', '.join(row.not_adapted) or '-'} |"
         for row in rows
     ]
     held = [f"| {name} | {', '.join(texts)} |" for name, texts in classes.items()]
@@ -120,12 +124,16 @@ merged model; with padding, with an odd batch, with ranks that were seeded diffe
   float32, and so are their factors; equal to 1e-5 at equal parameters.
 - **experts**: the weights of the experts are `cut`, or `whole` on every rank.
 - **head**: the output embedding is `cut` on the vocabulary, or `whole`.
+- **joined rows**: with `packing` or `padding_free`, rows that are joined into one sequence stay
+  `apart`: logits and every gradient are those of each row alone, to 1e-9 in float64, with the
+  attentions eager and sdpa. The others let a row read those before it, or carry a state from token
+  to token, and are `refused` by name; so are the classes below, and other attentions.
 - **not adapted**: layers that peft refuses to adapt, or could not read back, in one process too.
 
 What is not in these tables is refused by name before weights load.
 
-| model type | at tp_size > 1 | proven at | precision | experts | head | not adapted |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| model type | at tp_size > 1 | proven at | precision | experts | head | joined rows | not adapted |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 _CLASSES = """
 ## Text models inside other classes
 
@@ -135,9 +143,9 @@ Checkpoints of these classes train on rows of text.
 | --- | --- |"""
 
 
-def _unproven_deviations(path: str) -> dict[str, tuple[float, str]]:
+def _unproven_deviations(path: str, packs: bool) -> dict[str, tuple[float, str]]:
     with mock.patch("tplora.plan.build.architecture_problem", return_value=None):
-        return deviations(path, 2)
+        return deviations(path, 2, packs=packs)
 
 
 def main() -> None:
@@ -147,11 +155,15 @@ def main() -> None:
         for model_type in architectures():
             with tempfile.TemporaryDirectory() as folder:
                 build_model(model_type).save_pretrained(folder)
-                worst = world.run(_unproven_deviations, folder)[0]
+                kinds = [stays_apart(model_type, kind) for kind in PROVEN_ATTENTION]
+                packs = all(kind is not False for kind in kinds)
+                worst = world.run(_unproven_deviations, folder, packs)[0]
                 config = AutoConfig.from_pretrained(folder)
+            joined = worst.pop("joined", (0.0, ""))[0]
             precision = "float64" if is_within(worst, "float64") else "float32"
             assert is_within(worst, precision), f"{model_type}: {worst}"
-            rows.append(describe(model_type, config, precision))
+            packs = packs and joined <= (FLOAT64 if precision == "float64" else FLOAT32_FIRST)
+            rows.append(describe(model_type, config, precision, packs=packs))
             sys.stderr.write(f"{model_type} {precision}\n")
     ROWS.write_text(rows_text(rows, proven_classes()), encoding="utf-8")
     PAGE.parent.mkdir(exist_ok=True)

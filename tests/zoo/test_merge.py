@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.merging import merge_one
 from tests.zoo.build import architectures, build_model
 from tests.zoo.parity import everything
-from tplora.artifact.merge import merge_adapter
 from tplora.upstream.peft_keys import peft_file_keys
 
 pytestmark = [
@@ -63,7 +63,7 @@ def _numbers(model):
 def _assert_merged_as_by_peft(model_type, folder):
     build_model(model_type).save_pretrained(folder / "base")
     _write_adapter(folder / "base", folder / "adapter")
-    report = merge_adapter(str(folder / "base"), folder / "adapter", folder / "out")
+    report = merge_one(str(folder / "base"), folder / "adapter", folder / "out")
     adapted = PeftModel.from_pretrained(_untied(folder / "base"), folder / "adapter")
     wanted = _numbers(adapted.merge_and_unload())
     found = _numbers(AutoModelForCausalLM.from_pretrained(folder / "out"))

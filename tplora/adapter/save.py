@@ -123,10 +123,10 @@ def write_adapter(
 
 
 def check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what no file may hold.
+    """Refuse what no file may hold, and what would lack a factor.
 
     Raises:
-        ArtifactError: Naming the first factor that is not whole, or not finite.
+        ArtifactError: Naming the first factor that is not there, not whole, or not finite.
     """
     shapes = {
         name: factor.plan.shape
@@ -134,6 +134,12 @@ def check_factors(model: TploraModel, factors: Mapping[str, torch.Tensor]) -> No
         for factor in model.factors(adapter).values()
         for name in factor.names
     }
+    lost = sorted(shapes.keys() - factors.keys())
+    if lost:
+        raise ArtifactError(
+            f"{lost[0]} is not among the {len(factors)} of {len(shapes)} factors that were "
+            "gathered; nothing was written; report this"
+        )
     for name, tensor in factors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.numel() == 0:
             raise ArtifactError(

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from tplora.artifact.adapter_keys import sort_keys
+from tplora.artifact.tensor_file import is_finite
 from tplora.errors import ArtifactError
 from tplora.saved.config import CONFIG, read_saved_config
 from tplora.saved.tensors import SavedTensors, find_tensors
@@ -272,8 +273,9 @@ def _by_pattern(pattern: Mapping[str, int], module: str, usual: int) -> int:
 def _check_finite(adapter: AdapterFiles) -> None:
     with adapter.tensors.open() as file:
         for key in adapter.shapes:
-            bad = int((~torch.isfinite(file.tensor(key))).sum())
-            if bad:
+            tensor = file.tensor(key)
+            if not is_finite(tensor):
+                bad = int((~torch.isfinite(tensor)).sum())
                 raise ArtifactError(
                     f"{adapter.tensors.path}: {key} has {bad} values that are not finite; take an "
                     "earlier checkpoint"

@@ -74,14 +74,18 @@ def find_base_folder(base: str, *, revision: str | None = None) -> Path:
         ) from error
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, *, may_be_packed: bool = False) -> Checkpoint:
     """Read the headers of all weight files of a base.
+
+    Args:
+        folder: Of the base.
+        may_be_packed: Whether its weights may be quantised in the files.
 
     Raises:
         ArtifactError: If there are no safetensors, a file is missing, or the base is quantised.
     """
     config = _read_json(folder / "config.json")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not may_be_packed:
         method = config["quantization_config"].get("quant_method", "quantised")
         raise ArtifactError(
             f"{folder}: the base's weights are packed ({method}); name the base in 16 or 32 bits"

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tplora.artifact.base_tensors import FileTensors
-from tplora.artifact.checkpoint import Checkpoint, find_base_folder, read_checkpoint
+from tplora.artifact.checkpoint import find_base_folder, read_checkpoint
 from tplora.artifact.merge_file import FileMerger
 from tplora.artifact.merge_plan import MergePlan, OutFile, plan_merge
 from tplora.artifact.reading import read_base_and_adapters
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tplora.artifact.base_tensors import BaseTensors
 
-__all__ = ["MergeReport", "merge_adapter", "merge_adapters"]
+__all__ = ["MergeReport", "merge_adapters", "merge_into"]
 
 _JOURNAL = "merging.json"
 
@@ -55,26 +55,6 @@ class MergeReport:
     """Files that an interrupted merge had left, and that were taken as they were."""
 
 
-def merge_adapter(
-    base: str,
-    adapter_folder: Path,
-    out: Path,
-    *,
-    revision: str | None = None,
-    overwrite: bool = False,
-    progress: Callable[[str], None] = lambda message: None,
-) -> MergeReport:
-    """``merge_adapters`` of a single one, in the base's dtype."""
-    return merge_adapters(
-        base,
-        {adapter_folder: 1.0},
-        out,
-        revision=revision,
-        overwrite=overwrite,
-        progress=progress,
-    )
-
-
 def merge_adapters(
     base: str,
     adapters: Mapping[Path, float],
@@ -83,7 +63,6 @@ def merge_adapters(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    source: BaseTensors | None = None,
     progress: Callable[[str], None] = lambda message: None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> MergeReport:
@@ -96,7 +75,8 @@ def merge_adapters(
     embedding and head are one weight and an adapter changes one of them, the result holds both, and
     ``tie_word_embeddings`` is false.
 
-    Memory: a few rows of one tensor, and for a float32 base the delta of one; never a file.
+    Memory: a few rows of a tensor for each core, and for a float32 base the deltas of one or two;
+    never a file. The cores are shared out by rows, so the result does not depend on their number.
 
     Args:
         base: Folder or hub id.
@@ -107,7 +87,6 @@ def merge_adapters(
         revision: Of the hub id.
         dtype: Of the result; each tensor keeps its own when left out.
         overwrite: Replace ``out`` if it exists.
-        source: Where the base's tensors come from, if not from its files as they are.
         progress: Called with one line before each long step.
         on_bytes: Called with bytes written and bytes to write.
 
@@ -115,25 +94,45 @@ def merge_adapters(
         ArtifactError: If an adapter is damaged, does not fit or cannot be merged, the base is
             quantised, the sum is not finite, or the disk has no room.
     """
+    with FileTensors(read_checkpoint(find_base_folder(base, revision=revision))) as source:
+        return merge_into(
+            source,
+            adapters,
+            out,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=progress,
+            on_bytes=on_bytes,
+        )
+
+
+def merge_into(
+    source: BaseTensors,
+    adapters: Mapping[Path, float],
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda message: None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> MergeReport:
+    """``merge_adapters`` into tensors from a source; the rest and its errors are as there."""
     if not adapters:
         raise ArtifactError(f"{out}: no adapter was named; name one folder at least")
     progress("reading names and shapes")
-    checkpoint = read_checkpoint(find_base_folder(base, revision=revision))
-    found, changes = read_base_and_adapters(checkpoint, adapters)
+    checkpoint = source.checkpoint
+    found, changes = read_base_and_adapters(source, adapters)
     plan = plan_merge(found, checkpoint, changes, dtype=dtype)
     with kept_aside(out, overwrite=overwrite) as aside:
-        journal = _Journal(aside, _fingerprint(checkpoint, adapters, dtype, source))
+        journal = _Journal(aside, _fingerprint(source, adapters, dtype))
         _check_room(aside, plan, journal)
-        with (
-            FileTensors(checkpoint) as files,
-            FileMerger(checkpoint, source or files, plan, _counted(plan, on_bytes)) as merger,
-        ):
+        with FileMerger(source, plan, _counted(plan, on_bytes)) as merger:
             for file in plan.files:
                 if not journal.has(file):
                     progress(f"writing {file.name}")
                     merger.write(file, journal.part(file), partial(journal.note, file))
             merger.finish()
-        _write_beside(checkpoint, next(iter(adapters)), plan, aside)
+        _write_beside(source, next(iter(adapters)), plan, aside)
         journal.close()
     return MergeReport(
         folder=out,
@@ -195,16 +194,14 @@ def _state(path: Path) -> list[int]:
 
 
 def _fingerprint(
-    checkpoint: Checkpoint,
-    adapters: Mapping[Path, float],
-    dtype: torch.dtype | None,
-    source: BaseTensors | None,
+    source: BaseTensors, adapters: Mapping[Path, float], dtype: torch.dtype | None
 ) -> list[object]:
     """What a merge is made from; one that differs in any of it starts anew."""
+    checkpoint = source.checkpoint
     paths = [checkpoint.folder / file for file in checkpoint.files]
     paths += [path for folder in adapters for path in sorted(folder.glob("adapter_*"))]
     read = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
-    return [read, list(adapters.values()), str(dtype), str(type(source))]
+    return [read, list(adapters.values()), str(dtype), source.form]
 
 
 def _counted(plan: MergePlan, on_bytes: Callable[[int, int], None]) -> Callable[[int], None]:
@@ -228,12 +225,14 @@ def _check_room(aside: Path, plan: MergePlan, journal: _Journal) -> None:
         )
 
 
-def _write_beside(checkpoint: Checkpoint, adapter: Path, plan: MergePlan, aside: Path) -> None:
+def _write_beside(source: BaseTensors, adapter: Path, plan: MergePlan, aside: Path) -> None:
     """Index, config, generation config, tokenizer, template, licence."""
+    checkpoint = source.checkpoint
     copy_side_files(checkpoint.folder, adapter, aside)
     if len(plan.files) > 1 or checkpoint.index is not None:
         names = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
         write_index(aside, names, checkpoint.index, plan.num_bytes)
+    source.finish(aside)
     if plan.is_untied:
         untie_in_config(aside)
     if plan.vocab_size is not None:

@@ -36,6 +36,11 @@ class OutTensor:
     """The one that holds it, where it is changed and lies in the file in another form."""
 
     @property
+    def num_bytes(self) -> int:
+        """Of its numbers."""
+        return self.place.end - self.place.begin
+
+    @property
     def is_changed(self) -> bool:
         """Whether the adapters touch it."""
         return self.parameter is not None or bool(self.groups)
@@ -74,7 +79,7 @@ class MergePlan:
     @property
     def num_bytes(self) -> int:
         """Of all tensors of the result."""
-        return sum(tensor.place.end - tensor.place.begin for tensor in self.tensors)
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[OutTensor]:

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoConfig
 
 from tplora.artifact.adapter_dir import AdapterFiles, check_fits_base, read_adapter
+from tplora.artifact.base_tensors import read_whole
 from tplora.artifact.checkpoint import Checkpoint, TiedPair, tied_pair
 from tplora.artifact.mergeable import check_mergeable, check_saved, name_mismatch
 from tplora.artifact.peft_changes import ParameterChange, changes_of
 from tplora.artifact.plain_folder import plain_folder
-from tplora.artifact.tensor_file import read_rows, row_chunks
+from tplora.artifact.tensor_file import row_chunks
 from tplora.errors import ArtifactError
 from tplora.upstream import build_meta_model
 from tplora.upstream.checkpoint_layout import (
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    from tplora.artifact.base_tensors import BaseTensors
 
 __all__ = ["MetaBase", "read_base_and_adapters"]
 
@@ -73,17 +76,18 @@ class MetaBase:
 
 
 def read_base_and_adapters(
-    checkpoint: Checkpoint, adapters: Mapping[Path, float]
+    source: BaseTensors, adapters: Mapping[Path, float]
 ) -> tuple[MetaBase, dict[str, ParameterChange]]:
     """Build the base without weights, put the adapters on it, and see what they change.
 
     Args:
-        checkpoint: The base's files.
+        source: The base's tensors.
         adapters: Folder to the weight that its delta is taken with.
 
     Raises:
         ArtifactError: If transformers cannot build the model, or an adapter does not fit it.
     """
+    checkpoint = source.checkpoint
     read = [read_adapter(folder) for folder in adapters]
     for one in read:
         check_mergeable(one, is_alone=len(read) == 1)
@@ -109,7 +113,7 @@ def read_base_and_adapters(
     )
     for one in read:
         _check_fits(one, base, checkpoint)
-        _check_saved_bases(one, base, checkpoint)
+        _check_saved_bases(one, base, source)
     return base, _changes(model, read, list(adapters.values()), base, checkpoint)
 
 
@@ -156,7 +160,7 @@ def _check_fits(adapter: AdapterFiles, base: MetaBase, checkpoint: Checkpoint) -
         check_fits_base(replace(adapter, pairs=(pair,)), {name: base.shapes[name]})
 
 
-def _check_saved_bases(adapter: AdapterFiles, base: MetaBase, checkpoint: Checkpoint) -> None:
+def _check_saved_bases(adapter: AdapterFiles, base: MetaBase, source: BaseTensors) -> None:
     """A base weight saved with the adapter has to be the base's, or something else was trained."""
     for module, key in adapter.saved_bases.items():
         name = f"{module}.weight"
@@ -165,9 +169,9 @@ def _check_saved_bases(adapter: AdapterFiles, base: MetaBase, checkpoint: Checkp
         if not is_held and tied is not None and name == tied.head:
             name = tied.embedding
         if name not in base.layout.plain and name not in base.layout.groups:
-            raise base.mismatch(name, checkpoint.tensors)
+            raise base.mismatch(name, source.checkpoint.tensors)
         saved = adapter.tensor(key)
-        if not _holds(checkpoint, base, name, saved):
+        if not _holds(source, base, name, saved):
             raise ArtifactError(
                 f"{adapter.folder}: {key} {list(saved.shape)} is not the base's {name} "
                 f"{list(base.shapes[name])}; a resized or trained weight was saved, or this is "
@@ -175,27 +179,22 @@ def _check_saved_bases(adapter: AdapterFiles, base: MetaBase, checkpoint: Checkp
             )
 
 
-def _holds(checkpoint: Checkpoint, base: MetaBase, name: str, saved: torch.Tensor) -> bool:
-    """Whether the files hold ``saved`` as a parameter, rounded to their dtype."""
+def _holds(source: BaseTensors, base: MetaBase, name: str, saved: torch.Tensor) -> bool:
+    """Whether the base holds ``saved`` as a parameter, rounded to its dtype."""
     if name in base.layout.groups:
         (group,) = base.layout.groups[name]
-        parts = {part: _read(checkpoint, part) for part in group.names}
+        parts = {part: read_whole(source, part) for part in group.names}
         found = group.to_model(parts)[name]
         return torch.equal(saved.to(found.dtype), found)
-    file, place = checkpoint.tensors[base.layout.plain[name]]
+    held = base.layout.plain[name]
+    place = source.checkpoint.tensors[held][1]
     if tuple(saved.shape) != place.shape:
         return False
-    with (checkpoint.folder / file).open("rb") as stream:
-        return all(
-            torch.equal(saved[rows].to(place.dtype), read_rows(stream, place, rows))
-            for rows in row_chunks(place)
-        )
-
-
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    file, place = checkpoint.tensors[name]
-    with (checkpoint.folder / file).open("rb") as stream:
-        return read_rows(stream, place, slice(0, place.num_rows))
+    tensor = source.tensor(held)
+    tensor.prepare()
+    return all(
+        torch.equal(saved[rows].to(place.dtype), tensor.rows(rows)) for rows in row_chunks(place)
+    )
 
 
 def _changes(

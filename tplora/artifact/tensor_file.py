@@ -8,6 +8,7 @@ Source: the safetensors format, github.com/huggingface/safetensors, README.md.
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +27,16 @@ __all__ = [
     "bytes_of",
     "cast_place",
     "header_of",
+    "is_finite",
+    "read_into",
     "read_metadata",
     "read_places",
     "read_rows",
     "row_chunks",
 ]
 
-CHUNK_BYTES = 4 << 20
-"""Bytes of a tensor that are held at once."""
+CHUNK_BYTES = 512 << 10
+"""Bytes of a tensor that are held at once; with their sums they stay in a core's cache."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -192,9 +195,22 @@ def read_rows(
         rows = slice(0, 1)
     shape = (rows.stop - rows.start, *place.shape[1:])
     tensor = (memory or Memory()).tensor(place.dtype, shape)
-    stream.seek(place.begin + rows.start * place.row_bytes)
-    stream.readinto(bytes_of(tensor))  # type: ignore[attr-defined]  # a BinaryIO opened "rb" has it
+    read_into(stream, bytes_of(tensor), place.begin + rows.start * place.row_bytes)
     return tensor
+
+
+def read_into(stream: BinaryIO, target: memoryview, at: int) -> None:
+    """Fill ``target`` with the bytes from ``at`` on; where the stream stands does not matter."""
+    while target:
+        count = os.preadv(stream.fileno(), [target], at)
+        if not count:
+            raise ArtifactError(f"{stream.name}: ends before byte {at + len(target)}; get it again")
+        target, at = target[count:], at + count
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """By the sum, in a fraction of the time; only one that overflows leaves it to be looked up."""
+    return math.isfinite(tensor.sum()) or all(math.isfinite(end) for end in torch.aminmax(tensor))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

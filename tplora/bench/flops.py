@@ -7,6 +7,10 @@
     L a d s   layers, attention heads, their size, the row's length: scores and values, forward and
         twice in backward, half of it behind the diagonal
 
+A pass that nothing is learned from, such as that of a reference, is of the forward part alone:
+
+    of a token  =  2 W + 2 F + 4 L a d s / 2
+
 Of a stack of experts a token is multiplied by those that its router chooses.
 
 Source: Chowdhery et al. 2022, appendix B, with the gradients left out that LoRA does not compute.
@@ -26,7 +30,9 @@ __all__ = ["step_flops"]
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "top_k_experts")
 
 
-def step_flops(plan: Plan, config: PretrainedConfig, *, num_tokens: float, length: float) -> float:
+def step_flops(
+    plan: Plan, config: PretrainedConfig, *, num_tokens: float, length: float, num_passes: int = 0
+) -> float:
     """Operations of a step over all ranks.
 
     Args:
@@ -34,6 +40,7 @@ def step_flops(plan: Plan, config: PretrainedConfig, *, num_tokens: float, lengt
         config: The model's own.
         num_tokens: Tokens of the step.
         length: Tokens of a row, on average.
+        num_passes: Passes over the same tokens beside the one that is learned from.
     """
     text = config.get_text_config(decoder=True)
     frozen = sum(
@@ -45,8 +52,10 @@ def step_flops(plan: Plan, config: PretrainedConfig, *, num_tokens: float, lengt
         frozen += plan.facts.vocab_size * plan.facts.hidden_size
     heads = getattr(text, "num_attention_heads", 0)
     size = getattr(text, "head_dim", None) or plan.facts.hidden_size // max(1, heads)
-    attention: float = 6 * text.num_hidden_layers * heads * size * length
-    return float(num_tokens) * (4 * frozen + 6 * plan.num_trainable + attention)
+    scores: float = 2 * text.num_hidden_layers * heads * size * length
+    learned = 4 * frozen + 6 * plan.num_trainable + 3 * scores
+    looked_at = 2 * frozen + 2 * plan.num_trainable + scores
+    return float(num_tokens) * (learned + num_passes * looked_at)
 
 
 def _share_of_experts(text: PretrainedConfig) -> float:

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from tplora.bench.timing import StepTimes
 from tplora.files import write_text_aside
 from tplora.mesh import current_processes, join_process_group, leave_process_group
 from tplora.plan.axes import fill_world
-from tplora.recipe.methods import DEFAULT_METHOD
 from tplora.run.loading import load_model
+from tplora.run.predict import planned_batch
 from tplora.run.preflight import plan_recipe, tokenize_recipe_rows
 from tplora.run.training import training_arguments
 from tplora.run.vocabulary import load_tokenizer
@@ -68,9 +68,10 @@ def run_bench(
         axes = fill_world(processes.world_size, recipe.parallel)
         plan = plan_recipe(recipe, tp_size=axes.tp_size)
         with tempfile.TemporaryDirectory(prefix="tplora-bench-") as folder:
-            _train(_only_steps(recipe, times.num_steps), source, plan, device, times, Path(folder))
+            short = _only_steps(recipe, times.num_steps)
+            row_tokens = _train(short, source, plan, device, times, Path(folder))
         peak = _largest(peak_memory())
-        result = _result(recipe, source, plan, axes, device, times, peak)
+        result = _result(recipe, source, plan, axes, device, times, peak, row_tokens)
     finally:
         leave_process_group()
     if processes.rank != 0:
@@ -100,7 +101,8 @@ def _train(
     device: torch.device,
     times: StepTimes,
     folder: Path,
-) -> None:
+) -> float:
+    """Train, and return how many tokens a row has on average, in a pack or not."""
     rows = next(tokenize_recipe_rows(recipe))
     model = load_model(recipe, source, plan, device)
     args = training_arguments(recipe, model, folder, device, resume=False)
@@ -115,6 +117,7 @@ def _train(
     )
     trainer.pop_callback(PrinterCallback)
     trainer.train()
+    return rows.num_tokens / rows.num_rows
 
 
 def _result(
@@ -125,23 +128,22 @@ def _result(
     device: torch.device,
     times: StepTimes,
     peak: int,
+    row_tokens: float,
 ) -> BenchResult:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else platform.processor() or "CPU"
     tokens = [count / axes.tp_size for count in times.tokens]
-    num_rows = _rows_per_step(recipe, axes)
     config = AutoConfig.from_pretrained(
         source.path, trust_remote_code=recipe.model.trust_remote_code
     )
-    # The formula is that of one pass over the rows; preferences are compared with a second model.
-    is_counted = is_gpu and recipe.method == DEFAULT_METHOD
-    most = peak_flops(name, plan.base_dtype) if is_counted else None
-    mean = statistics.mean(tokens)
+    dtype = "bfloat16" if recipe.train.get("bf16") else plan.base_dtype  # what is multiplied in
+    most = peak_flops(name, dtype) if is_gpu else None
+    mean, row = statistics.mean(tokens), planned_batch(recipe, 1)
     return BenchResult(
         recipe=recipe.name,
         axes=str(axes),
         device=name,
-        dtype=plan.base_dtype,
+        dtype=dtype,
         step_seconds=tuple(times.seconds),
         step_tokens=tuple(tokens),
         collective_share=(
@@ -149,16 +151,16 @@ def _result(
         ),
         peak_bytes=peak,
         peak_kind="allocated" if is_gpu else "resident",
-        flops_per_step=step_flops(plan, config, num_tokens=mean, length=mean / num_rows),
+        flops_per_step=step_flops(
+            plan,
+            config,
+            num_tokens=mean,
+            length=row_tokens / row.rows,
+            num_passes=row.passes_before + row.reference_passes,
+        ),
         device_flops=None if most is None else most * axes.world_size,
         versions={library: metadata.version(library) for library in _LIBRARIES},
     )
-
-
-def _rows_per_step(recipe: Recipe, axes: Axes) -> int:
-    usual: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    rows, more = (int(recipe.train.get(name) or value) for name, value in usual.items())
-    return rows * more * axes.data_size
 
 
 def _largest(num_bytes: int) -> int:

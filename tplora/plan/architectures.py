@@ -31,6 +31,8 @@ class Architecture:
     """"cut" or "whole" on every rank."""
     not_adapted: tuple[str, ...]
     """Layers that an adapter cannot have in one process either, because peft refuses them."""
+    packs: bool
+    """Whether rows that are joined into one sequence stay apart in every layer."""
     tp_sizes: tuple[int, ...]
 
 
@@ -43,6 +45,7 @@ def proven_architectures() -> tuple[Architecture, ...]:
             experts=row["experts"],
             head=row["head"],
             not_adapted=tuple(row["not_adapted"]),
+            packs=row["packs"],
             tp_sizes=tuple(row["tp_sizes"]),
         )
         for model_type, row in sorted(_document()["architectures"].items())

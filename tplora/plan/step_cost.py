@@ -21,13 +21,19 @@ class Batch:
     """The work of one step on one rank."""
 
     rows: int
-    """Of one micro-batch."""
+    """Sequences of one micro-batch; a pair is two."""
     length: int
     """Tokens of each row, padding included."""
     is_checkpointed: bool
     """Whether activations inside a layer are computed again in backward."""
     is_accumulated: bool = False
     """Whether gradients of earlier micro-batches are there already."""
+    is_joined: bool = False
+    """Whether its rows are one sequence, each kept to itself by its positions."""
+    passes_before: int = 0
+    """Forward passes over it that nothing is kept of, before the one that is learned from."""
+    reference_passes: int = 0
+    """Such passes of a frozen copy of the adapter, while the step's activations are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +93,18 @@ class StepCost:
         return self.resident + max(self.working, self.gradients)
 
 
-def resident_bytes(plan: Plan) -> dict[str, int]:
-    """What a rank holds from step to step, and its gradients, by the names of ``StepCost``."""
+def resident_bytes(plan: Plan, *, has_reference: bool = False) -> dict[str, int]:
+    """What a rank holds from step to step, and its gradients, by the names of ``StepCost``.
+
+    Args:
+        plan: Of the model and its adapter.
+        has_reference: Whether there is a frozen copy of the adapter beside it.
+    """
     trained = factor_bytes(plan, 0, only_trained=True)
+    copies = 2 if has_reference else 1
     return {
         "weights": base_bytes(plan, 0, bytes_per_element=plan.base_dtype_bytes),
-        "factors": factor_bytes(plan, 0),
+        "factors": copies * factor_bytes(plan, 0),
         "gradients": trained,
         "optimizer": 2 * trained,
     }

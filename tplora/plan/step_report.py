@@ -57,4 +57,7 @@ def step_facts(
 def say_batch(batch: Batch) -> str:
     """The work of a micro-batch in words."""
     how = "activation checkpointing" if batch.is_checkpointed else "every activation kept"
-    return f"{batch.rows} x {batch.length:,} tokens and {how}"
+    joined = " joined" if batch.is_joined else ""
+    passes = batch.passes_before + batch.reference_passes
+    beside = f", with {passes} more to compare with" if passes else ""
+    return f"{batch.rows} x {batch.length:,} tokens{joined}{beside} and {how}"

@@ -8,7 +8,8 @@
     fsdp     the frozen base, layer by layer, gathered              each micro-batch
 
 Of the base, forward gathers the embedding, each layer, and norm and head together. These last are
-kept; backward gathers the layers again, and before the first of them ends, the embedding.
+kept; backward gathers the layers again, and before the first of them ends, the embedding. So does
+each further pass of the same micro-batch, such as that of a reference.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def step_traffic(
         found.append((axis, "gradients of factors", 1, size))
     if axes.fsdp_size > 1:
         units = _unit_bytes(plan, axes.fsdp_size)
-        num_gathers = 2 * len(units) - ("head" in units)
-        size = gathered_bytes(plan, axes.fsdp_size)
+        num_passes = cost.batch.passes_before + cost.batch.reference_passes
+        without_head = len(units) - ("head" in units)
+        num_gathers = len(units) + (1 + num_passes) * without_head
+        size = gathered_bytes(plan, axes.fsdp_size, num_passes)
         found.append(
             ("fsdp", "the base", num_gathers * num_micro_batches, size * num_micro_batches)
         )
@@ -64,10 +67,17 @@ def step_traffic(
     ]
 
 
-def gathered_bytes(plan: Plan, fsdp_size: int) -> int:
-    """What a micro-batch gathers of the base for rank 0, forward and backward."""
+def gathered_bytes(plan: Plan, fsdp_size: int, num_passes: int = 0) -> int:
+    """What a micro-batch gathers of the base for rank 0, forward and backward.
+
+    Args:
+        plan: Of the model and its adapter.
+        fsdp_size: Ranks that share the base out.
+        num_passes: Further ones, forward alone.
+    """
     units = _unit_bytes(plan, fsdp_size)
-    return 2 * sum(units.values()) - units.get("head", 0)
+    head = units.get("head", 0)
+    return head + (2 + num_passes) * (sum(units.values()) - head)
 
 
 def largest_gathered(plan: Plan, fsdp_size: int) -> int:

@@ -11,7 +11,11 @@ from tplora.recipe.lora_rules import SUPPORTED, find_lora_problems, is_refused
 from tplora.recipe.methods import DEFAULT_METHOD, METHODS, find_method_problems, method_of
 from tplora.recipe.parse import build_recipe, read_document
 from tplora.recipe.preference_rules import find_preference_problems
-from tplora.recipe.quantization_rules import find_loftq_problems, find_quantization_problems
+from tplora.recipe.quantization_rules import (
+    find_autocast_problems,
+    find_loftq_problems,
+    find_quantization_problems,
+)
 from tplora.recipe.schema import TABLES, Recipe
 from tplora.recipe.train_rules import REFUSED_KEYS, find_train_problems
 from tplora.recipe.upstream_fields import (
@@ -64,6 +68,7 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     yield from _source_problems(_table(tables, "model"), places)
     yield from _loraplus_problems(lora, places)
     yield from find_loftq_problems(lora, _table(tables, "quantization"), places)
+    yield from find_autocast_problems(train, _table(tables, "quantization"), places)
     yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)
     yield from _eval_problems(_table(tables, "data"), train, places)

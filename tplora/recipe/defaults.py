@@ -14,8 +14,8 @@ def fill_defaults(recipe: Recipe) -> Recipe:
     - ``task_type`` is CAUSAL_LM; nothing else can be trained.
     - ``save_strategy`` is "no": the adapter is saved at the end; a run that is to be resumed asks
       for "steps" or "epoch".
-    - ``bf16`` is off: trl's default is autocast wherever fp16 is off, and it refuses to start on a
-      CPU. The base's dtype is ``model.dtype``.
+    - ``bf16`` is off: trl's default is autocast wherever fp16 is off. The base's dtype is
+      ``model.dtype``.
     - ``activation_checkpointing`` is on, as in trl, under the name that is not deprecated; off for
       aLoRA, which peft does not run with it.
     - Rows to evaluate on are evaluated on: before the first step and at the end of each epoch.

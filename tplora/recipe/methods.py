@@ -47,7 +47,11 @@ _REFUSED: Mapping[str, str] = {
         _GENERATES,
     ),
     **dict.fromkeys(("distillation", "gkd", "gold", "minillm", "sdft", "sdpo", "iw_opd"), _TEACHES),
-    **dict.fromkeys(("orpo", "cpo", "simpo", "tpo", "bco", "prm"), _UNSTABLE),
+    "orpo": (
+        "is in trl.experimental, whose code may change with every release, and reads whole logits "
+        "of both answers on every rank; give a tplora model to its ORPOTrainer from Python, or use"
+    ),
+    **dict.fromkeys(("cpo", "simpo", "tpo", "bco", "prm"), _UNSTABLE),
 }
 
 

@@ -5,7 +5,12 @@ from typing import Any
 
 from tplora.recipe.wording import Places, say_problem
 
-__all__ = ["REFUSED_QUANTIZATION", "find_loftq_problems", "find_quantization_problems"]
+__all__ = [
+    "REFUSED_QUANTIZATION",
+    "find_autocast_problems",
+    "find_loftq_problems",
+    "find_quantization_problems",
+]
 
 _LOADS = ("load_in_4bit", "load_in_8bit")
 
@@ -36,6 +41,18 @@ def find_quantization_problems(table: Mapping[str, Any], places: Places) -> Iter
                 message = "has no effect in 8 bits; leave it out, or set load_in_4bit = true"
                 value = table[key]
                 yield say_problem(["quantization", key], message, places=places, value=value)
+
+
+def find_autocast_problems(
+    train: Mapping[str, Any], table: Mapping[str, Any], places: Places
+) -> Iterator[str]:
+    """A quantised layer multiplies in a dtype of its own."""
+    if train.get("bf16") is True and table:
+        message = (
+            "is autocast, and a quantised layer multiplies in its own dtype; set "
+            'quantization.bnb_4bit_compute_dtype = "bfloat16", and leave this out'
+        )
+        yield say_problem(["train", "bf16"], message, places=places, value=True)
 
 
 def find_loftq_problems(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tplora.recipe.best_rules import find_best_problems
+from tplora.recipe.packing_rules import find_packing_problems
 from tplora.recipe.preference_rules import REFUSED_PREFERENCE_KEYS
 from tplora.recipe.wording import Places, say_problem
 
@@ -22,14 +23,9 @@ _COMPILE = (
     "gives the same numbers, but torch cuts each layer into some 14 graphs around what "
     "communicates, and compiles for minutes; leave it out"
 )
-_PACKING = "is not checked with every attention backend under tensor parallelism yet; leave it out"
 _NO_METRICS = "has an effect only with compute_metrics, which a recipe cannot give; leave it out"
 _FLAG = "is a flag for scripts and does nothing here; leave it out"
 _COLUMNS = "[data] takes messages, prompt and completion, or text rows as they are; leave it out"
-_AUTOCAST = (
-    "is autocast, which is had from Python alone yet: what a run compares in the end is computed "
-    'without; hold the base in it: model.dtype = "bfloat16"'
-)
 _HALF = 'casts the factors beside their copies; hold the base in it: model.dtype = "bfloat16"'
 _UNCHECKED = "is not checked under tensor parallelism yet; leave it out"
 
@@ -72,11 +68,6 @@ REFUSED_KEYS: Mapping[str, str] = {
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
-    "packing": _PACKING,
-    "padding_free": _PACKING,
-    "eval_packing": _PACKING,
-    "packing_strategy": _PACKING,
-    "bf16": _AUTOCAST,
     "fp16": "scales the loss by what each rank sees alone, so ranks could differ; leave it out",
     "bf16_full_eval": _HALF,
     "fp16_full_eval": _HALF,
@@ -153,12 +144,11 @@ def find_train_problems(
     for key, value in train.items():
         # A value that is upstream's default asks for nothing, unless the key lives elsewhere.
         asks = value != defaults[key] or key in _ELSEWHERE
-        if (key, value) == ("bf16", False):
-            asks = False  # off, though trl's default is None and means on
         message = (REFUSED_KEYS.get(key) or _say_value(key, value, choices)) if asks else None
         if message:
             yield say_problem(["train", key], message, places=places, value=value)
     yield from _save_problems(train, places)
+    yield from find_packing_problems(method, train, places)
     yield from find_best_problems(method, train, places)
     yield from _worker_problems(train, places)
     yield from _checkpointing_problems(train, places)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tplora.adapter.attach import attach_adapter
 from tplora.adapter.head.fused import install_fused_head
@@ -48,6 +48,8 @@ __all__ = ["rehearse"]
 
 # What SFTTrainer asks of its head (trl 1.16).
 _OUTPUTS = ("log_probs", "entropy", "is_top1")
+_REFERENCE = "ref"
+"""What trl calls the frozen copy of an adapter that preferences are learned against."""
 
 
 def rehearse(
@@ -83,6 +85,8 @@ def rehearse(
     try:
         with ranks_without_peers(plan.tp_size), attention_without_storage():
             model = _build(plan, config, lora, trust_remote_code=trust_remote_code)
+            if batch.reference_passes:
+                model.add_adapter(_REFERENCE, _drawn_anywhere(lora))
             found: dict[str, Any] = _Rehearsal(model, batch).run()
     except PlanError:
         raise
@@ -93,7 +97,8 @@ def rehearse(
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             ]
         ) from error
-    return StepCost(batch=batch, **(resident_bytes(plan) | found))
+    resident = resident_bytes(plan, has_reference=batch.reference_passes > 0)
+    return StepCost(batch=batch, **(resident | found))
 
 
 def _build(
@@ -140,6 +145,7 @@ class _Rehearsal:
         self._model, self._batch = model, batch
         self._live = LiveBytes()
         self._kept = 0
+        self._is_learning = True
         base: PreTrainedModel = model.get_base_model()
         base.base_model.register_forward_hook(self._note_kept)
         if batch.is_checkpointed:
@@ -158,9 +164,14 @@ class _Rehearsal:
                 self._live.peak = self._live.live
                 self._said.calls.clear()
             first = self._live.live
+            self._forward_only(self._batch.passes_before)
+            before = self._live.peak
             loss = self._forward()
-            forward, loss_bytes = list(self._said.calls), self._live.peak - self._kept
-            top = self._live.peak
+            loss_bytes = self._live.peak - self._kept
+            if self._batch.reference_passes:
+                with use_adapter(self._model, _REFERENCE):
+                    self._forward_only(self._batch.reference_passes)
+            forward, top = list(self._said.calls), max(before, self._live.peak)
             self._said.calls.clear()
             with end_of_step(is_last=True):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -178,13 +189,26 @@ class _Rehearsal:
         }
 
     def _forward(self) -> torch.Tensor:
-        ids = torch.zeros((self._batch.rows, self._batch.length), dtype=torch.long, device="meta")
-        given = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        rows, length = self._batch.rows, self._batch.length
+        shape = (1, rows * length) if self._batch.is_joined else (rows, length)
+        ids = torch.zeros(shape, dtype=torch.long, device="meta")
+        # What tells rows apart: positions, where they are joined; a mask, where they are padded.
+        name = "position_ids" if self._batch.is_joined else "attention_mask"
+        given = {"input_ids": ids, "labels": ids.clone(), name: torch.ones_like(ids)}
         loss: torch.Tensor = self._model(**given, fused_lm_head=True).loss
         return loss
 
+    def _forward_only(self, num_passes: int) -> None:
+        """Passes that nothing is learned from."""
+        self._is_learning = False
+        with torch.no_grad():
+            for _ in range(num_passes):
+                self._forward()
+        self._is_learning = True
+
     def _note_kept(self, *_: Any) -> None:
-        self._kept = self._live.peak = self._live.live
+        if self._is_learning:
+            self._kept = self._live.peak = self._live.live
 
     def _num_buckets(self) -> int:
         return 0 if self._model.sync is None else self._model.sync.num_buckets

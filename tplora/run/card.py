@@ -16,6 +16,7 @@ from tplora.recipe.methods import DEFAULT_METHOD
 from tplora.recipe.parse import load_recipe
 from tplora.recipe.toml import dump_toml
 from tplora.saved.config import read_saved_config
+from tplora.train.checkpoint_files import find_best_step
 from tplora.train.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def card_facts(
         facts["sha256 of the rows"] = f"`{digest}`"
     if records:
         facts["steps"] = str(best_step or records[-1]["step"])
-    if best_step is not None:
+    if best_step is not None and records:
         facts["chosen among"] = f"the checkpoints of {records[-1]['step']} steps"
     losses = first_and_last(records, "eval_loss", best_step)
     if losses:
@@ -99,6 +100,9 @@ def license_of(base: str) -> str | None:
 def write_merged_card(run: Path, adapter: Path, base: str, out: Path) -> None:
     """Write the card of a merged model into its folder, with what the run's folder tells.
 
+    Of a run whose best step was saved, no step and no loss where its checkpoints are gone: nothing
+    tells any more which one it was.
+
     Args:
         run: The run's folder, or the adapter's.
         adapter: The adapter's.
@@ -108,8 +112,11 @@ def write_merged_card(run: Path, adapter: Path, base: str, out: Path) -> None:
     facts, details = {}, {}
     if (run / "recipe.toml").is_file():
         recipe = load_recipe(run / "recipe.toml")
-        records = run / "metrics.jsonl"
-        facts = card_facts(recipe, read_metrics(records) if records.is_file() else [])
+        has_best = bool(recipe.train.get("load_best_model_at_end"))
+        best_step = find_best_step(run) if has_best else None
+        file = run / "metrics.jsonl"
+        is_known = file.is_file() and (best_step is not None or not has_best)
+        facts = card_facts(recipe, read_metrics(file) if is_known else [], best_step)
         plan = run / "plan.txt"
         details = card_details(recipe, plan.read_text("utf-8") if plan.is_file() else "")
     text = merged_card_text(

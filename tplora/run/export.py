@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from tplora.artifact.merge import MergeReport, merge_adapters
+from tplora.artifact.merge import MergeReport, merge_into
 from tplora.base.fingerprint import check_same_base
 from tplora.errors import ArtifactError
 from tplora.run.base import Base, find_base, named_base
@@ -18,6 +18,8 @@ from tplora.run.folder import find_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from tplora.artifact.base_tensors import BaseTensors
 
 __all__ = ["DTYPES", "Parts", "find_parts", "merge_parts"]
 
@@ -38,10 +40,6 @@ class Parts:
     def adapter(self) -> Path:
         """The one that was named."""
         return next(iter(self.adapters))
-
-    def with_base(self, folder: str) -> Parts:
-        """The same with the base from another folder."""
-        return replace(self, base=replace(self.base, path=folder, revision=None))
 
 
 def find_parts(
@@ -85,6 +83,7 @@ def find_parts(
 
 def merge_parts(
     parts: Parts,
+    source: BaseTensors,
     out: Path,
     *,
     dtype: str | None = None,
@@ -92,18 +91,17 @@ def merge_parts(
     progress: Callable[[str], None] = lambda message: None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> MergeReport:
-    """``merge_adapters``, with a dtype as a person writes it.
+    """``merge_into``, with a dtype as a person writes it.
 
     Raises:
         ArtifactError: If the dtype is none that a merge can write, or the merge fails.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ArtifactError(f"--dtype {dtype}: is none of {', '.join(DTYPES)}; choose one of them")
-    return merge_adapters(
-        parts.base.path,
+    return merge_into(
+        source,
         parts.adapters,
         out,
-        revision=parts.base.revision,
         dtype=None if dtype is None else DTYPES[dtype],
         overwrite=overwrite,
         progress=progress,

@@ -38,6 +38,7 @@ from tplora.run.training import stopping_callbacks, training_arguments
 from tplora.run.vocabulary import load_tokenizer
 from tplora.train.kinds import TRAINERS, prepare_rows, sequence_of
 from tplora.train.metrics import MetricsCallback, read_metrics
+from tplora.train.packing import PACKED, say_packs
 from tplora.train.picture import draw_loss
 from tplora.train.preemption import StopsWhenAsked, asked_to_end
 from tplora.train.preview import preview
@@ -134,7 +135,13 @@ def _train(
     resume = stage.checkpoint is not None
     args = training_arguments(recipe, model, stage.folder, device, resume=resume)
     method = recipe.method
-    ready = {key: prepare_rows(method, found.dataset, args) for key, found in rows.items()}
+    ready = {
+        key: prepare_rows(method, found.dataset, args, is_eval=key == "data.eval")
+        for key, found in rows.items()
+    }
+    for key, found in ready.items():
+        if PACKED in found.column_names:
+            stage.say(f"{key}: {say_packs(found, args.max_length)}")
     shown = [stage.enter_context(TrainingProgress(console)) for console in stage.consoles]
     trainer = TRAINERS[method](
         model=model,
@@ -157,6 +164,8 @@ def _train(
     )
     trainer.pop_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=stage.checkpoint and str(stage.checkpoint))
+    # What is compared in the end is computed without autocast, on both sides.
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     record_probe(
         model,
         choose_probe_rows(sequence_of(row) for row in _probe_rows(rows)),

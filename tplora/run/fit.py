@@ -15,7 +15,7 @@ from tplora.errors import PlanError
 from tplora.plan.axes import Axes
 from tplora.plan.size import format_size
 from tplora.plan.step_report import peak_bytes
-from tplora.run.predict import planned_batch, predict_step
+from tplora.run.predict import micro_batch_rows, predict_step
 from tplora.run.preflight import plan_recipe
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def find_fit(recipe: Recipe, axes: Axes, memory: int, *, progress: Callable[[str
     Raises:
         PlanError: If the step cannot be run through.
     """
-    limit, asked = int(memory * (1 - RESERVED)), planned_batch(recipe).rows
+    limit, asked = int(memory * (1 - RESERVED)), micro_batch_rows(recipe)
 
     @cache
     def step(tp_size: int, rows: int) -> tuple[Plan, StepCost]:

@@ -1,6 +1,7 @@
 """A run's folder before the run: where it lies, whether it is free, how it is cleared."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from tplora.errors import ArtifactError
@@ -24,9 +25,11 @@ PROBE = "probe.safetensors"
 
 # What a killed run left in the making; the adapter of a checkpoint is written aside once more.
 _ASIDE = (".*.aside-*", ".adapter-*", ".shared-*")
+# What tensorboard is told, under the day and the host; other runs may lie there with --output .
+_EVENTS = "runs/*/events.out.tfevents.*"
 # What a run writes; --overwrite removes these and nothing else.
 _OWN = ("recipe.toml", "plan.txt", "adapter", "checkpoint-*", "metrics.jsonl", "loss.png",
-        "log.txt", PROBE, "merged", LOGS, *_ASIDE)  # fmt: skip
+        "log.txt", PROBE, "merged", LOGS, _EVENTS, *_ASIDE)  # fmt: skip
 # Of these, what is written once training is over; and what a killed run left in the making.
 _END = ("adapter", "loss.png", PROBE, "merged", *_ASIDE)
 
@@ -51,7 +54,11 @@ def check_run_folder(folder: Path, *, overwrite: bool) -> None:
 
 def clear_run_folder(folder: Path) -> None:
     """Remove what an earlier run left in ``folder``; what else lies there stays."""
+    events = list(folder.glob(_EVENTS))
     _remove(_own_files(folder))
+    for place in [*{event.parent for event in events}, folder / "runs"] if events else []:
+        with suppress(OSError):  # something else lies there, or in another day's
+            place.rmdir()
 
 
 def drop_the_end(folder: Path) -> None:

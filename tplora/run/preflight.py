@@ -17,17 +17,21 @@ from tplora.errors import PlanError
 from tplora.plan.build import Plan, build_plan
 from tplora.plan.initial import alone_problem
 from tplora.plan.lora import started_from
+from tplora.plan.packing import joined_rows_problem
 from tplora.plan.quantization import build_quantization_config
+from tplora.recipe.packing_rules import joins_rows
 from tplora.recipe.schema import Recipe
 from tplora.run.vocabulary import AdapterSetup, load_tokenizer, set_up_adapter
 from tplora.saved.config import CONFIG
 from tplora.train.data import TokenizedRows, check_enough_rows, tokenize_rows
+from tplora.train.packing import pack_rows
 from tplora.train.rows import read_rows
 
 __all__ = ["plan_recipe", "tokenize_recipe_rows"]
 
 # The default of every config of trl's.
 _MAX_LENGTH = 1024
+_UNDER_AUTOCAST = ("float32", "bfloat16")
 
 
 def plan_recipe(
@@ -61,6 +65,8 @@ def plan_recipe(
         *_merge_problems(recipe, setup),
         *_reference_problems(recipe, setup),
         *_tracker_problems(recipe),
+        *_joined_rows_problems(recipe, setup),
+        *_autocast_problems(recipe, plan),
     ]
     if problems:
         raise PlanError(problems)
@@ -93,6 +99,28 @@ def _checkpointing_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
         return [
             "train.activation_checkpointing = true: peft does not run aLoRA with it; set "
             "train.activation_checkpointing = false"
+        ]
+    return []
+
+
+def _joined_rows_problems(recipe: Recipe, setup: AdapterSetup) -> list[str]:
+    if not joins_rows(recipe.train):
+        return []
+    key = "packing" if recipe.train.get("packing") else "padding_free"
+    problem = joined_rows_problem(setup.config, setup.lora, recipe.model.attn_implementation)
+    return [f"train.{key} = true: {problem}; set train.{key} = false"] if problem else []
+
+
+def _autocast_problems(recipe: Recipe, plan: Plan) -> list[str]:
+    """What was not compared under autocast."""
+    if not recipe.train.get("bf16"):
+        return []
+    if plan.quantization is not None:
+        return ["train.bf16 = true: a quantised layer multiplies in its own dtype; leave it out"]
+    if plan.base_dtype not in _UNDER_AUTOCAST:
+        return [
+            f"train.bf16 = true: the base is held in {plan.base_dtype}; set model.dtype to one of "
+            f"{', '.join(_UNDER_AUTOCAST)}"
         ]
     return []
 
@@ -164,8 +192,20 @@ def tokenize_recipe_rows(
             key=key,
         )
         if key == "data.train":
-            check_enough_rows(rows.num_rows, rows_per_step=_rows_per_step(recipe), key=key)
+            check_enough_rows(
+                _num_packs(recipe, rows),
+                rows_per_step=_rows_per_step(recipe),
+                key=key,
+                unit="packs" if recipe.train.get("packing") else "rows",
+            )
         yield rows
+
+
+def _num_packs(recipe: Recipe, rows: TokenizedRows) -> int:
+    """What a micro-batch is made of: packs where rows are packed, otherwise rows."""
+    if not recipe.train.get("packing"):
+        return rows.num_rows
+    return len(pack_rows(rows.dataset, recipe.train.get("max_length", _MAX_LENGTH)))
 
 
 def _rows_per_step(recipe: Recipe) -> int:

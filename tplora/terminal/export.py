@@ -71,11 +71,12 @@ def merge_and_say(
         check_repo(push_to_hub, where="--push-to-hub")
     parts = find_parts(named, base=base, weight=weight, others=others, progress=say)
     with (
-        base_to_merge_into(parts.base, merged, into=into, progress=say) as source,
+        base_to_merge_into(parts.base, into=into) as source,
         byte_bar() as on_bytes,
     ):
         report = merge_parts(
-            parts.with_base(source.path),
+            parts,
+            source.tensors,
             merged,
             dtype=dtype,
             overwrite=overwrite,

@@ -28,7 +28,9 @@ def models_table(name: str = "") -> Group:
 
 
 def _exact(rows: list[Architecture]) -> Table:
-    table = _table("model type", "proven at", "precision", "experts", "head", "not adapted")
+    table = _table(
+        "model type", "proven at", "precision", "experts", "head", "joined rows", "not adapted"
+    )
     for row in rows:
         table.add_row(
             row.model_type,
@@ -36,6 +38,7 @@ def _exact(rows: list[Architecture]) -> Table:
             row.precision,
             row.experts or "-",
             row.head,
+            "apart" if row.packs else "refused",
             ", ".join(row.not_adapted) or "-",
         )
     return table

@@ -139,11 +139,13 @@ def _check_other_rows(batch: Mapping[str, object], data: DataAxis, *, step: int)
     tokens, labels = batch.get("input_ids"), batch.get("labels", batch.get("completion_mask"))
     if not isinstance(tokens, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return
-    if len(tokens) < 2:  # a dataset may hold a row twice; two batches of several are not alike
-        return
-    prints = torch.cat([_shape_and_bits(tokens), _shape_and_bits(labels)])
+    positions = batch.get("position_ids")  # of joined rows, each of which begins at 0
+    num_rows = int((positions == 0).sum()) if isinstance(positions, torch.Tensor) else len(tokens)
+    count = torch.tensor([num_rows], device=tokens.device)
+    prints = torch.cat([_shape_and_bits(tokens), _shape_and_bits(labels), count])
     found = data.gather(prints).view(data.size, -1)
-    if bool((found == found[0]).all()):
+    # A dataset may hold a row twice; two batches of several are not alike.
+    if num_rows > 1 and bool((found == found[0]).all()):
         raise TrainError(
             f"step {step}: every data rank holds the same batch, and each has to get other rows; "
             'set accelerator_config = {"dispatch_batches": false} for an iterable dataset, and '

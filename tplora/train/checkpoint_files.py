@@ -29,6 +29,7 @@ __all__ = [
     "STATE",
     "check_checkpoint",
     "check_same_adapter",
+    "find_best_step",
     "find_last_checkpoint",
     "load_plain_file",
     "read_state",
@@ -51,12 +52,22 @@ def find_last_checkpoint(
         folder: A trainer's output folder, the folder of a run.
         say: Called with one line for each checkpoint that is passed over.
     """
-    steps = {int(path.name.partition("-")[2]): path for path in _checkpoints(folder)}
-    for _, path in sorted(steps.items(), reverse=True):
+    for path in _last_first(folder):
         damage = _find_damage(path)
         if damage is None:
             return path
         say(f"{path}: passed over: {damage}")
+    return None
+
+
+def find_best_step(folder: Path) -> int | None:
+    """The best step of a run, as its last checkpoint that can be read says; None if none does."""
+    for path in _last_first(folder):
+        try:
+            step = read_state(path).get("best_global_step")
+        except (OSError, ValueError):
+            continue
+        return step if type(step) is int else None
     return None
 
 
@@ -101,9 +112,10 @@ def check_same_adapter(folder: Path, config: LoraConfig) -> None:
             )
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    found = folder.glob("checkpoint-*")
-    return [path for path in found if path.name.partition("-")[2].isdigit() and path.is_dir()]
+def _last_first(folder: Path) -> list[Path]:
+    found = {path: path.name.partition("-")[2] for path in folder.glob("checkpoint-*")}
+    steps = {path: int(step) for path, step in found.items() if step.isdigit() and path.is_dir()}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
 def _find_damage(folder: Path) -> str | None:

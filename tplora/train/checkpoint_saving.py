@@ -37,6 +37,10 @@ class SavesWhileTraining:
 
     _is_writing = False
     """Whether the last checkpoint may be unfinished, on every rank alike."""
+    _judged_step = 0
+    """The step of which it was last asked what is to be logged, evaluated and saved."""
+    _is_save_put_off = False
+    """Whether that step is the last of its epoch, and its checkpoint waits for the epoch's end."""
     _saved_tokenizer: Any = None
     """The writing thread's own."""
 
@@ -122,6 +126,7 @@ class SavesWhileTraining:
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
         """The trainer's; where it logs, it hears first whether a write has failed."""
+        self._put_off_save()
         if self._is_writing and self.control.should_log:
             found = tell_all(self._writer.look())
             self._is_writing = found is None
@@ -129,6 +134,22 @@ class SavesWhileTraining:
                 raise ArtifactError(found)
         parent: Any = super()
         parent._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _put_off_save(self: Any) -> None:
+        """Save the last step of an epoch once the epoch's end is done, and what it evaluates.
+
+        A run that goes on from the checkpoint begins after that, and would not make up for it. The
+        trainer comes here after each step, and once more when an epoch ends.
+        """
+        is_step = self.state.global_step != self._judged_step
+        self._judged_step = self.state.global_step
+        control, epoch = self.control, self.state.epoch or 0.0
+        if is_step:
+            is_last = control.should_training_stop or epoch == int(epoch)
+            self._is_save_put_off = control.should_save and is_last
+            control.should_save = control.should_save and not is_last
+        elif self._is_save_put_off:
+            control.should_save, self._is_save_put_off = True, False
 
     def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, which looks through the checkpoints."""

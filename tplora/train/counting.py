@@ -6,6 +6,8 @@ A step's rows are shared out batch by batch, the tp group being one rank of it. 
 of an epoch has too few rows to go round, accelerate fills it up with rows from the epoch's start.
 Here these repeats have no labels: they count nowhere, and each row is learned once in an epoch.
 
+Rows that are joined into packs are shared out pack by pack, each of them a row of the above.
+
 Evaluation is by the same rule: batches of all data ranks are one batch, its loss is per token, and
 each of its rows has it.
 """
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tplora.errors import TrainError
+from tplora.train.packing import NUM_TOKENS, MarksPacks
 from tplora.train.pending import PendingNumber, settled
 
 if TYPE_CHECKING:
@@ -46,8 +49,8 @@ class CountsOnce:
         TrainError: If the arguments ask for what cannot be shared out exactly over data axes.
     """
 
-    _last_batch: tuple[torch.Tensor, int] | None = None
-    """The labels of the batch with repeats, and how many of its rows are none."""
+    _last_batch: tuple[torch.Tensor, tuple[slice, ...]] | None = None
+    """The labels of the batch with repeats, and the part of it that is none."""
     _uncounted_tokens = torch.zeros((), dtype=torch.int64)
     """This rank's since the last ``settle_metrics``."""
 
@@ -56,6 +59,12 @@ class CountsOnce:
             _check_arguments(kwargs.get("args"))
         parent: Any = super()
         parent.__init__(model=model, **kwargs)
+        if self._joins_rows:
+            self.data_collator: Any = MarksPacks(self.data_collator)
+
+    @property
+    def _joins_rows(self: Any) -> bool:
+        return bool(getattr(self, "padding_free", False))
 
     @property
     def _data(self: Any) -> DataAxis | None:
@@ -84,6 +93,8 @@ class CountsOnce:
     def _ignore_repeats(
         self: Any, batch: dict[str, Any], num_rows: int | None, batch_size: int
     ) -> dict[str, Any]:
+        sizes = batch.get(NUM_TOKENS)
+        batch = {key: value for key, value in batch.items() if key != NUM_TOKENS}
         is_last = self.accelerator.gradient_state.end_of_dataloader
         if self._data is None or num_rows is None or not is_last or self._drops_last:
             return batch
@@ -92,16 +103,25 @@ class CountsOnce:
         kept = num_own_rows(
             num_rows, batch_size, data_rank=self._data.rank, data_size=self._data.size
         )
-        shortened: dict[str, Any] = self._without_rows_from(kept, batch, num_rows, batch_size)
+        shortened: dict[str, Any]
+        if sizes is None:
+            shortened = self._without_rows_from(kept, batch, num_rows, batch_size)
+        else:  # packs are one sequence
+            shortened = self._only((slice(None), slice(int(sizes[:kept].sum()))), batch)
         return shortened
 
     def _without_rows_from(
         self: Any, kept: int, batch: dict[str, Any], num_rows: int, batch_size: int
     ) -> dict[str, Any]:
         """The last batch of ``num_rows``, in which rows from ``kept`` on count nowhere."""
-        labels = batch["labels"].clone()
-        labels[kept:] = _IGNORED
-        self._last_batch = labels, kept
+        shortened: dict[str, Any] = self._only((slice(kept),), batch)
+        return shortened
+
+    def _only(self, own: tuple[slice, ...], batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch, of which nothing but the part ``own`` is learned or counted."""
+        labels = torch.full_like(batch["labels"], _IGNORED)
+        labels[own] = batch["labels"][own]
+        self._last_batch = labels, own
         return {**batch, "labels": labels}
 
     @property
@@ -109,8 +129,9 @@ class CountsOnce:
         return bool(self.args.dataloader_drop_last)
 
     def _own_mask(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """The attention mask of the rows that are no repeats."""
-        mask: torch.Tensor = inputs["attention_mask"]
+        """The attention mask of the rows that are no repeats; joined ones have no padding."""
+        found: torch.Tensor | None = inputs.get("attention_mask")
+        mask = torch.ones_like(inputs["input_ids"]) if found is None else found
         last = self._last_batch
         if (
             last is None
@@ -118,7 +139,7 @@ class CountsOnce:
             or not torch.equal(inputs["labels"], last[0].to(mask.device))
         ):
             return mask
-        return mask[: last[1]]
+        return mask[last[1]]
 
     # ---- training
 
@@ -134,10 +155,8 @@ class CountsOnce:
     def _count_tokens(self: Any, inputs: dict[str, Any], before: int) -> None:
         """What trl would count as often as a tp group has ranks, or divide by that."""
         if self.model.training:
-            is_padded = "attention_mask" in inputs  # packed rows have none, and no padding
-            own = self._own_mask(inputs).sum() if is_padded else _count(inputs["input_ids"])
             self._total_train_tokens = before
-            self._uncounted_tokens = self._uncounted_tokens + own
+            self._uncounted_tokens = self._uncounted_tokens + self._own_mask(inputs).sum()
 
     def _gather_pending(self, tensor: torch.Tensor) -> PendingNumber:
         return PendingNumber(self._gather_ranks(tensor))
@@ -165,9 +184,8 @@ class CountsOnce:
 
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
         parent: Any = super()
-        if "attention_mask" in inputs:
-            inputs = {**inputs, "attention_mask": self._own_mask(inputs)}
-        parent._track_num_input_tokens(inputs)
+        # Without a mask it would count what is no padding token, which may be the end token too.
+        parent._track_num_input_tokens({**inputs, "attention_mask": self._own_mask(inputs)})
         if self.accelerator.sync_gradients:
             self._last_batch = None
 
@@ -199,6 +217,8 @@ class CountsOnce:
         is_last = self.accelerator.gradient_state.end_of_dataloader
         if not is_last or self._eval_rows is None or self._drops_last:
             return rows
+        if self._joins_rows and tensor.ndim > 1:
+            return rows  # of whole batches: what is repeated in them has no labels
         size = self.args.eval_batch_size * (1 if self._data is None else self._data.size)
         return rows[: self._eval_rows % size or size]
 
@@ -214,10 +234,6 @@ class CountsOnce:
             sums = self._data.gather(torch.stack([loss.detach() * own, own])).view(-1, 2).sum(0)
             loss = sums[0] / sums[1].clamp(min=1)
         return loss, logits, labels
-
-
-def _count(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(tokens.numel(), device=tokens.device)
 
 
 def _length(dataset: Any) -> int | None:
@@ -259,9 +275,3 @@ def _check_arguments(args: Any) -> None:
             'train.train_sampling_strategy = "batch_rebalance": it would give the ranks of a tp '
             'group different rows; use "random", "sequential" or "group_by_length"'
         )
-    for name in ("packing", "padding_free"):
-        if getattr(args, name, False) and not args.dataloader_drop_last:
-            raise TrainError(
-                f"train.{name} = true: over data axes a last batch is filled up with rows that "
-                "cannot be told from others once they are joined; set dataloader_drop_last = true"
-            )

@@ -153,21 +153,22 @@ def _tokens_of(
     return answered_tokens(row, form, tokenizer)
 
 
-def check_enough_rows(num_rows: int, *, rows_per_step: int, key: str) -> None:
+def check_enough_rows(num_rows: int, *, rows_per_step: int, key: str, unit: str = "rows") -> None:
     """Check that the rows fill at least one optimizer step.
 
     Args:
         num_rows: Rows there are to train on.
         rows_per_step: The global batch: rows per device, times accumulation, times data ranks.
         key: The recipe key, for the message.
+        unit: What is counted, rows or packs of them.
 
     Raises:
         DataError: If they do not.
     """
     if num_rows < rows_per_step:
         raise DataError(
-            f"{key}: {num_rows} rows, but one step takes {rows_per_step}; give more rows, or lower "
-            "train.per_device_train_batch_size or train.gradient_accumulation_steps"
+            f"{key}: {num_rows} {unit}, but one step takes {rows_per_step}; give more rows, or "
+            "lower train.per_device_train_batch_size or train.gradient_accumulation_steps"
         )
 
 

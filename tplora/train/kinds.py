@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import trl
 
 from tplora.recipe.methods import METHODS
+from tplora.train.packing import pack_rows
 from tplora.train.trainer import TploraDPOTrainer, TploraKTOTrainer, TploraSFTTrainer
 
 if TYPE_CHECKING:
@@ -26,16 +27,23 @@ def build_arguments(method: str, settings: dict[str, Any]) -> TrainingArguments:
     """Trl's config of a method, for rows that are tokens already."""
     if method == "sft":
         settings = {"dataset_kwargs": {"skip_prepare_dataset": True}, **settings}
+        if settings.get("padding_free") and not settings.get("packing"):
+            settings["max_length"] = None  # the rows are cut already, which trl cannot know
     args: TrainingArguments = getattr(trl, METHODS[method].config)(**settings)
     return args
 
 
-def prepare_rows(method: str, rows: Dataset, args: TrainingArguments) -> Dataset:
-    """What the method needs of each row beside its tokens.
+def prepare_rows(
+    method: str, rows: Dataset, args: TrainingArguments, *, is_eval: bool = False
+) -> Dataset:
+    """Rows as the method takes them: packed if that is asked for, with what they need beside.
 
     KTO estimates a divergence from answers to other prompts: within each batch, each prompt gets
     the answer of the row before it, the first one that of the last (trl 1.16).
     """
+    if method == "sft" and _is_packed(args, is_eval=is_eval):
+        assert args.max_length is not None
+        return pack_rows(rows, args.max_length)
     if method != "kto" or args.loss_type != "kto":
         return rows
     answers, size = rows["completion_ids"], args.per_device_train_batch_size
@@ -44,6 +52,10 @@ def prepare_rows(method: str, rows: Dataset, args: TrainingArguments) -> Dataset
         batch = answers[start : start + size]
         others += [batch[-1], *batch[:-1]]
     return rows.add_column("KL_completion_ids", others, feature=rows.features["completion_ids"])
+
+
+def _is_packed(args: TrainingArguments, *, is_eval: bool) -> bool:
+    return bool(args.packing if not is_eval or args.eval_packing is None else args.eval_packing)
 
 
 def sequence_of(row: dict[str, Any]) -> list[int]:

@@ -60,7 +60,8 @@ def read_rows(spec: str, *, folder: Path, key: str) -> Dataset:
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     if len(rows) == 0:
-        raise DataError(f"{where}: 0 rows; at least one global batch of rows is needed")
+        needed = "rows for one step at least are" if key == "data.train" else "at least one is"
+        raise DataError(f"{where}: 0 rows; {needed} needed")
     return rows
 
 

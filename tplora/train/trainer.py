@@ -16,6 +16,7 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from tplora.adapter.head.fused import install_fused_head
 from tplora.errors import TrainError
+from tplora.plan.packing import joined_rows_problem
 from tplora.train.agreement import (
     check_finite,
     check_gradient_norm,
@@ -73,8 +74,9 @@ class TrainsCutModel(StepsLocally):
         **kwargs: Any,
     ) -> None:
         self._loraplus = loraplus_lr_ratio, loraplus_lr_embedding
-        _check_loss(kwargs.get("args"))
         base = model.get_base_model()
+        _check_loss(kwargs.get("args"))
+        _check_joined_rows(kwargs.get("args"), model)
         parent: Any = super()
         with trl_without_head_check(base), _without_smoothing(kwargs.get("args")) as smoothing:
             parent.__init__(model=model, **kwargs)
@@ -212,6 +214,20 @@ def _check_loss(args: TrainingArguments | None) -> None:
             f"label_smoothing_factor = {args.label_smoothing_factor:g}: trl smooths no loss but "
             f'"nll", and loss_type is {loss_type!r}; leave one of them out'
         )
+
+
+def _check_joined_rows(args: TrainingArguments | None, model: TploraModel) -> None:
+    """Refuse joined rows where they would read each other."""
+    asked = [key for key in ("packing", "padding_free") if getattr(args, key, False)]
+    if not asked:
+        return
+    config = model.get_base_model().config
+    lora = model.peft_config["default"]
+    problem = joined_rows_problem(config, lora, config._attn_implementation)
+    if getattr(args, "packing_strategy", "bfd") == "wrapped":
+        problem = 'packing_strategy = "wrapped" has each row read those before it; use "bfd"'
+    if problem:
+        raise TrainError(f"{asked[0]} = true: {problem}; set it to false")
 
 
 @contextlib.contextmanager

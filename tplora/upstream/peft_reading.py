@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -37,8 +38,18 @@ def adapters_on_meta(
     """
     from peft import PeftModel
 
-    problems = {}
-    with _factors_staying_where_they_are(), warnings.catch_warnings():
+    loaded: list[Any] = []
+    load = PeftModel.load_adapter
+
+    def load_and_note(*args: Any, **options: Any) -> Any:  # from_pretrained returns the model alone
+        loaded.append(load(*args, **options))
+        return loaded[-1]
+
+    with (
+        _factors_staying_where_they_are(),
+        warnings.catch_warnings(),
+        mock.patch.object(PeftModel, "load_adapter", load_and_note),
+    ):
         warnings.simplefilter("ignore")  # what they say is looked at below
         peft_model: Any = None
         options = {
@@ -51,22 +62,34 @@ def adapters_on_meta(
                 peft_model = PeftModel.from_pretrained(
                     model, str(folder), adapter_name=name, **options
                 )
-            found = peft_model.load_adapter(str(folder), name, **options)
-            problems[name] = (list(found.missing_keys), list(found.unexpected_keys))
-    return peft_model, problems
+            else:
+                peft_model.load_adapter(str(folder), name, **options)
+    return peft_model, {
+        name: (list(found.missing_keys), list(found.unexpected_keys))
+        for name, found in zip(folders, loaded, strict=True)
+    }
 
 
 @contextlib.contextmanager
 def _factors_staying_where_they_are() -> Iterator[None]:
-    """PEFT moves a layer's factors to the device of its weight, which here is meta (peft 0.21)."""
+    """PEFT moves a layer's factors to the device of its weight, which here is meta (peft 0.21).
+
+    Before that it draws them, on the meta device: nothing, for a tenth of the time of it all.
+    """
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch.nn import init
 
     name = "_move_adapter_to_device_of_base_layer"
     with contextlib.ExitStack() as stack:
         for owner in (BaseTunerLayer, ParamWrapper):
             stack.enter_context(mock.patch.object(owner, name))
+        stack.enter_context(mock.patch.object(init, "kaiming_uniform_", _as_it_is))
         yield
+
+
+def _as_it_is(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor
 
 
 def is_lora_layer(module: nn.Module) -> TypeGuard[Any]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from tplora.artifact.merge import merge_adapter
+from tests.merging import merge_one
 from tplora.upstream import build_meta_model
 
 
@@ -103,14 +103,14 @@ def measure_here(base: Path, adapter: Path, out: Path, num_repeats: int) -> dict
     """One merge for the memory, then merges and copies in turn."""
     started = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    merge_adapter(str(base), adapter, out)
+    merge_one(str(base), adapter, out)
     peak = _status("VmHWM") - started
     shutil.rmtree(out)
     ratios, merges, copies = [], [], []
     for _ in range(num_repeats):
         copies.append(_timed(lambda: copy_files(base, out)))
         shutil.rmtree(out)
-        merges.append(_timed(lambda: merge_adapter(str(base), adapter, out)))
+        merges.append(_timed(lambda: merge_one(str(base), adapter, out)))
         shutil.rmtree(out)
         ratios.append(merges[-1] / copies[-1])
     middle = sorted(range(num_repeats), key=ratios.__getitem__)[num_repeats // 2]

@@ -1,6 +1,6 @@
 """``tplora convert``: words of a command line to a conversion, and what it says afterwards.
 
-Imports stand inside the functions, as in ``tplora.cli``, which takes the command from here.
+Imports stand inside the functions, as in the other commands.
 """
 
 from __future__ import annotations
