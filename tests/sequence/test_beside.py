@@ -20,7 +20,6 @@ VARIANTS = {
     "lora-bias": ("llama_bias", CUT, Case(changes={"lora_bias": True})),
 }
 ALL = {**MODULES, **TOKENS, **BIASES, **VARIANTS}
-OFTEN = {"linears", "lora-bias"}
 
 
 def _record(path, case, file):
@@ -31,9 +30,8 @@ def _compare(path, case, file):
     compare_run(path, case, file)
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ALL)
 def test_what_is_trained_beside_lora_is_that_of_one_process(
     world_of, alone, checkpoint, tmp_path, what
 ):

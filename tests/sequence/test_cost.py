@@ -87,6 +87,7 @@ def test_of_a_checkpointed_layer_the_tokens_of_a_rank_are_kept(path, tp_size):
     assert _kept_of_a_layer(path, batch, tp_size, is_cut=True) == tokens / tp_size
 
 
+@pytest.mark.slow
 def test_of_a_layer_that_keeps_everything_its_norms_keep_the_tokens_of_a_rank(path):
     batch = Batch(rows=3, length=60, is_checkpointed=False)
     row = batch.rows * batch.length * BYTES
