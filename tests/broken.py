@@ -10,6 +10,7 @@ from tplora.adapter import attach
 from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
+from tplora.adapter.sequence import CutSequence
 from tplora.collectives import reduce_partial
 from tplora.upstream import local_shard
 
@@ -21,9 +22,25 @@ def _foreign_tokens_not_masked(self, x, *_):
     return reduce_partial(self._add_delta(F.embedding(own, rows), own), self.mesh.get_group())
 
 
-def _attach_by_rank(model, config, *, seed):
-    return attach.attach_adapter(model, config, seed=seed + torch.distributed.get_rank())
+def _attach_by_rank(model, config, *, seed, **settings):
+    seed += torch.distributed.get_rank()
+    return attach.attach_adapter(model, config, seed=seed, **settings)
 
+
+def _as_without_tokens(_sequence, layers, trained):
+    return layers, trained
+
+
+def _drop_own(self, dropout, x):
+    return F.dropout(x, dropout.p, dropout.training)
+
+
+TRAINED_ON_TOKENS = {"modules_to_save": ["input_layernorm"], "bias": "lora_only"}
+MODELS = {
+    "biases and norms of tokens left out of the bucket": "llama_bias",
+    "a residual dropout of each rank's own": "gpt_neox",
+}
+"""On which models these are seen; llama where nothing is said."""
 
 BREAKS = {
     "the bucket skipped": (
@@ -60,6 +77,21 @@ BREAKS = {
         Case("ends"),
         lambda: mock.patch("tplora.adapter.head.defer.replicate_input", lambda x, _: x),
         "step 1: grad of .*(lora_embedding|o_proj)",
+    ),
+    "biases and norms of tokens left out of the bucket": (
+        Case(is_cut=True, changes=TRAINED_ON_TOKENS),
+        lambda: mock.patch("tplora.plan.build.with_token_gradients", _as_without_tokens),
+        "step 1: grad of .*(input_layernorm|o_proj.base_layer.bias)",
+    ),
+    "gathered tokens that do not sum their gradient": (
+        Case(is_cut=True),
+        lambda: mock.patch("tplora.collectives.share_gathered", lambda _, whole, __: whole),
+        "step 1: grad of .*lora_B",
+    ),
+    "a residual dropout of each rank's own": (
+        Case(dropout=0.3, is_cut=True),
+        lambda: mock.patch.object(CutSequence, "_drop", _drop_own),
+        "step 1: loss",
     ),
 }
 """By what is broken: the run, how to break it, and a pattern of what is off."""

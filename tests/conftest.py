@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by
 
 import pytest
 
+from tests.models import CUT, record_run
 from tests.tiny import write_checkpoint
 from tests.world import World
 
@@ -73,5 +74,28 @@ def checkpoint(tmp_path_factory):
             place = folder / f"{name}-{len(written)}"
             written[key] = write_checkpoint(name, place, **changes)
         return str(written[key])
+
+    return get
+
+
+def _record(path, case, file):
+    record_run(path, case, file, is_plain=case.dropout == 0)
+
+
+@pytest.fixture(scope="module")
+def recorded(alone, checkpoint, tmp_path_factory):
+    """``recorded(name, case)``: the checkpoint's path and the file of the run alone, made once.
+
+    Without dropout the run alone is plain PEFT's; its masks are not ours, so with dropout it is
+    tplora's own in one process.
+    """
+    folder, files = tmp_path_factory.mktemp("alone"), {}
+
+    def get(name, case):
+        path, key = checkpoint(name, **CUT), (name, repr(case.alone()))
+        if key not in files:
+            files[key] = folder / f"{len(files)}.safetensors"
+            alone.run(_record, path, case.alone(), files[key])
+        return path, files[key]
 
     return get

@@ -31,6 +31,8 @@ HEADS = (24, 12)
 CUT = {"heads": HEADS, "head_dim": 4}
 SEED = 7
 STEPS = 10
+EAGER = {"experts_implementation": "eager"}
+"""A grouped matmul takes no float64."""
 MAX_NORM = 0.05
 """Below every gradient norm of these models, so that clipping bites at each step."""
 
@@ -63,17 +65,20 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     """Further settings of the LoRA config."""
     lr: float = 1e-2
+    is_cut: bool = False
+    """Whether ranks share out the tokens between attention and MLP."""
 
     def __str__(self) -> str:
         parts = [self.targets]
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += [self.checkpointing] if self.checkpointing else []
         parts += ["each-backward"] if self.is_reduced_each_backward else []
+        parts += ["cut"] if self.is_cut else []
         return "-".join(parts)
 
     def alone(self) -> "Case":
         """The run that this one must equal: what only saves memory or time left out."""
-        return replace(self, checkpointing=None, is_reduced_each_backward=False)
+        return replace(self, checkpointing=None, is_reduced_each_backward=False, is_cut=False)
 
 
 class InDouble(TorchFunctionMode):
@@ -103,16 +108,18 @@ def lora(targets: str = "all-linear", *, dropout: float = 0.0, **changes: Any) -
     return LoraConfig(**settings | TARGETS[targets] | changes)
 
 
-def load(path: str, config: LoraConfig, *, dtype: torch.dtype = torch.float64) -> TploraModel:
+def load(
+    path: str, config: LoraConfig, *, dtype: torch.dtype = torch.float64, is_cut: bool = False
+) -> TploraModel:
     """A tplora model over this rank's whole world; in a world of 1, alone."""
-    base = load_base(path, tp_size=world_size(), dtype=dtype)
-    model = attach_adapter(base, config, seed=SEED)
+    base = load_base(path, tp_size=world_size(), dtype=dtype, **EAGER)
+    model = attach_adapter(base, config, seed=SEED, sequence_parallel=is_cut)
     return model.train()
 
 
 def load_plain(path: str, config: LoraConfig, *, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Plain PEFT in this process alone, with factors drawn as tplora promises to draw them."""
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **EAGER)
     torch.manual_seed(SEED)
     return get_peft_model(base, config).train()
 
@@ -216,7 +223,8 @@ def record_run(path: str, case: Case, file: Path, *, is_plain: bool) -> None:
 def compare_run(path: str, case: Case, file: Path) -> TploraModel:
     """Train on this world's ranks and compare this rank's piece of every number with ``file``'s."""
     seen = load_file(file)
-    model = load(path, lora(case.targets, dropout=case.dropout, **case.changes))
+    config = lora(case.targets, dropout=case.dropout, **case.changes)
+    model = load(path, config, is_cut=case.is_cut)
     check_shards(model.get_base_model(), model.plan)
     train(model, case, lambda what, tensor: _compare(what, tensor, seen.pop(what)))
     assert not seen, f"never seen here: {sorted(seen)}"
@@ -237,7 +245,8 @@ def differences(path: str, case: Case, file: Path) -> list[str]:
         except AssertionError as error:
             found.append(str(error))
 
-    model = load(path, lora(case.targets, dropout=case.dropout, **case.changes))
+    config = lora(case.targets, dropout=case.dropout, **case.changes)
+    model = load(path, config, is_cut=case.is_cut)
     train(model, case, see, num_steps=1)
     return found
 

@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.broken import BREAKS
+from tests.broken import BREAKS, MODELS
 from tests.communication import count_collectives
 from tests.models import (
     CUT,
@@ -20,7 +20,6 @@ from tests.models import (
     load,
     load_plain,
     lora,
-    record_run,
     world_size,
 )
 from tests.parity import assert_same_on_all_ranks
@@ -53,29 +52,6 @@ def _on(**names_by_world):
 
 
 on_2_and_3 = pytest.mark.parametrize("world", [2, 3], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def recorded(alone, checkpoint, tmp_path_factory):
-    """``recorded(name, case)``: the checkpoint's path and the file of the run alone, made once.
-
-    Without dropout the run alone is plain PEFT's; its masks are not ours, so with dropout it is
-    tplora's own in one process.
-    """
-    folder, files = tmp_path_factory.mktemp("alone"), {}
-
-    def get(name, case):
-        path, key = checkpoint(name, **CUT), (name, repr(case.alone()))
-        if key not in files:
-            files[key] = folder / f"{len(files)}.safetensors"
-            alone.run(_record, path, case.alone(), files[key])
-        return path, files[key]
-
-    return get
-
-
-def _record(path, case, file):
-    record_run(path, case, file, is_plain=case.dropout == 0)
 
 
 def _run_equals_the_run_alone(path, case, file):
@@ -205,7 +181,7 @@ def test_a_decoder_layer_takes_two_collectives_each_way_and_the_adapter_adds_non
 
 
 def _save(path, case, folder):
-    model = load(path, lora(case.targets, dropout=case.dropout))
+    model = load(path, lora(case.targets, dropout=case.dropout), is_cut=case.is_cut)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         batch, optimizer = batches(1)[0], torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -231,10 +207,10 @@ def _plain_logits(path, folder):
 def test_a_saved_adapter_equals_that_of_one_process_and_plain_peft_runs_it(
     world, alone, checkpoint, tmp_path, name, targets
 ):
-    path, case = checkpoint(name, **CUT), Case(targets, dropout=0.3)
+    path, case = checkpoint(name, **CUT), Case(targets, dropout=0.3, is_cut=name == "phi3")
     here, there = tmp_path / "here", tmp_path / "there"
     logits = world.run(_save, path, case, here)[0]
-    alone.run(_save, path, case, there)
+    alone.run(_save, path, case.alone(), there)
 
     found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in (here, there))
     assert found.keys() == wanted.keys()
@@ -254,7 +230,7 @@ def _broken_run(path, case, file, what):
 @pytest.mark.parametrize("what", BREAKS)
 def test_parity_sees(world2, recorded, what):
     case, _, seen_as = BREAKS[what]
-    path, file = recorded("llama", case)
+    path, file = recorded(MODELS.get(what, "llama"), case)
     found = world2.run(_broken_run, path, case, file, what)
     assert any(re.match(seen_as, line) for lines in found for line in lines), found
 

@@ -53,10 +53,27 @@ _HEADS: dict[str, dict[str, Any]] = {
 }
 """Models that do something to their logits, or add to their loss."""
 
+_OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 96,
+        "rotary_pct": 0.5,
+        "hidden_dropout": 0.2,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 18,
+        "norm_topk_prob": True,
+    },
+}
+"""Dropout between the layers, and attention beside the MLP; experts."""
+
 
 def tiny_config(name: str, *, heads: tuple[int, int] = (12, 6), **changes: Any) -> PretrainedConfig:
     """The config of tiny model ``name``; ``heads`` are attention heads and key-value heads."""
-    settings: dict[str, Any] = _COMMON | (_CHANGES | _HEADS)[name]
+    settings: dict[str, Any] = _COMMON | (_CHANGES | _HEADS | _OTHERS)[name]
     settings |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], **changes}
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 

@@ -9,6 +9,8 @@ backward, and the other way round. The letters are those of Shoeybi et al. 2019,
     gather_last_dim     all-gather   slice           a cut output becomes whole
     split_last_dim      slice        all-gather      a whole input becomes cut
 
+Those of tokens are in ``token_collectives.py``.
+
 No function writes to a tensor it was given: an all-reduce in place would change what somebody else
 still reads (the gradient of ``f(x) + x`` on P ranks is P + 1, not 2 P).
 
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from tplora.kept_sums import kept_or_taken
 from tplora.late_gradients import share_input_late
 from tplora.plan.style import shard_range
+from tplora.token_collectives import share_gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -176,10 +179,15 @@ class SharedInput:
         self._version = -1
         self._shared: torch.Tensor | None = None
         self._late: LateGradients | None = None
+        self._gathered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def late_gradients(self, x: torch.Tensor) -> LateGradients | None:
         """Where factors that multiply ``x`` leave their gradients, if it is the shared tensor."""
         return self._late if x is self._shared else None
+
+    def note_gathered(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """``whole`` was gathered from the tokens ``local``: its shared gradient goes there."""
+        self._gathered = weakref.ref(whole), whole._version, local
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, whose gradient is summed over the group once."""
@@ -187,9 +195,17 @@ class SharedInput:
             return x
         is_seen = self._seen is not None and self._seen() is x and self._version == x._version
         if not is_seen or self._shared is None:
-            if self._is_waited_for_late:
-                self._shared, self._late = share_input_late(x, self._group)
-            else:
-                self._shared = replicate_input(x, self._group)
+            self._shared, self._late = self._share(x, self._group)
             self._seen, self._version = weakref.ref(x), x._version
         return self._shared
+
+    def _share(
+        self, x: torch.Tensor, group: ProcessGroup
+    ) -> tuple[torch.Tensor, LateGradients | None]:
+        if self._gathered is not None:
+            whole, version, local = self._gathered
+            if whole() is x and version == x._version:
+                return share_gathered(local, x, group), None
+        if self._is_waited_for_late:
+            return share_input_late(x, group)
+        return replicate_input(x, group), None

@@ -20,6 +20,8 @@ class Mesh:
     tp_size: int = 1
     fsdp_size: int = 1
     dp_replicate_size: int = 1
+    is_cut: bool = False
+    """Whether the ranks of a tp group share out the tokens between attention and MLP."""
 
     @property
     def data_size(self):
@@ -31,7 +33,8 @@ class Mesh:
 
     def __str__(self):
         names = {"dp": self.dp_replicate_size, "fsdp": self.fsdp_size, "tp": self.tp_size}
-        return "x".join(f"{name}{size}" for name, size in names.items() if size > 1) or "alone"
+        sizes = "x".join(f"{name}{size}" for name, size in names.items() if size > 1) or "alone"
+        return sizes + "-cut" * self.is_cut
 
 
 def load_on(mesh, path, config, **from_pretrained):
@@ -43,7 +46,7 @@ def load_on(mesh, path, config, **from_pretrained):
         dtype=torch.float64,
         **from_pretrained,
     )
-    return attach_adapter(base, config, seed=SEED).train()
+    return attach_adapter(base, config, seed=SEED, sequence_parallel=mesh.is_cut).train()
 
 
 def trainer_on(mesh, path, folder, setup, **kwargs):

@@ -71,7 +71,12 @@ def test_first_loss_and_norm_are_one_number_on_every_mesh(
             assert numbers == pytest.approx(others, rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", OVER_DATA, ids=str)
+CUT_OVER_DATA = [
+    pytest.param(replace(mesh, is_cut=True), marks=pytest.mark.slow) for mesh in (SHARDED, BOTH)
+]
+
+
+@pytest.mark.parametrize("mesh", [*OVER_DATA, *CUT_OVER_DATA], ids=str)
 def test_ten_steps_are_those_of_one_process(world_of, alone_with, checkpoint, tmp_path, mesh):
     """Losses, norms, token counts, evaluation and factors, over short last steps."""
     wanted = alone_with(SETUP)

@@ -130,6 +130,7 @@ def test_text_that_is_no_toml_names_file_and_line(tmp_path: Path) -> None:
         ("parallel", "pp_size = 2", "not supported yet"),
         ("parallel", "cp_size = 2", "not supported yet"),
         ("parallel", 'tp_plan = "auto"', "model's own tensor-parallel plan"),
+        ("parallel", "sequence_parallel = 1", "needs true or false"),
         ("parallel", "check_every_steps = 0", "needs a whole number of 1 or more"),
         ("parallel", 'overlap_communication = "on"', 'needs true or false, or "auto"'),
         ("data", 'assistant_only_loss = "yes"', "needs true or false"),

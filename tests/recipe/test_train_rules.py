@@ -132,6 +132,28 @@ def test_a_keyword_of_checkpointing_that_cannot_be_done_is_one_line(tmp_path, ke
     assert words in problem_of_key(tmp_path, "train", line)
 
 
+@pytest.mark.parametrize(
+    ("line", "of", "words"),
+    [
+        ("bf16 = true", "", "has not been held to one process"),
+        ("overlap_communication = true", "parallel", "are not overlapped; leave one of them out"),
+        (
+            "gradient_checkpointing_kwargs = { keep_reduced_outputs = true }",
+            "",
+            "are not kept; leave one of them out",
+        ),
+    ],
+)
+def test_what_a_cut_sequence_cannot_be_asked_for_with_is_one_line(tmp_path, line, of, words):
+    cut = "[parallel]\nsequence_parallel = true\n"
+    changes = (
+        "max_steps = 3\n",
+        f"max_steps = 3\n{'' if of else line}\n{cut}{line if of else ''}\n",
+    )
+    (problem,) = problems_of(write_recipe(tmp_path, changes))
+    assert words in problem
+
+
 def test_keywords_of_checkpointing_that_is_off_are_refused(tmp_path: Path) -> None:
     line = "activation_checkpointing = false\nactivation_checkpointing_kwargs = { offload = true }"
     assert "no effect while" in problem_of_key(tmp_path, "train", line)

@@ -35,9 +35,11 @@ def peak_bytes(fn: Callable[[], object]) -> int:
 class RealStep:
     """Steps of a loaded model with trl's loss and AdamW, on this rank."""
 
-    def __init__(self, path, lora, batch: Batch, *, dtype=torch.float32, **loading) -> None:
+    def __init__(
+        self, path, lora, batch: Batch, *, dtype=torch.float32, is_cut=False, **loading
+    ) -> None:
         base = load_base(path, **{"tp_size": world_size(), "dtype": dtype} | loading)
-        self.model = attach_adapter(base, lora).train()
+        self.model = attach_adapter(base, lora, sequence_parallel=is_cut).train()
         add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         install_fused_head(base)
         if batch.is_checkpointed:
@@ -105,9 +107,9 @@ class RealStep:
         return sum(local_shard(t).nbytes for t in (*self.model.parameters(), *state))
 
 
-def measure(path, lora, batch: Batch, **loading) -> dict[str, object]:
+def measure(path, lora, batch: Batch, is_cut: bool = False, **loading) -> dict[str, object]:
     """On every rank: what lives from step to step, what a step takes on top, what is said."""
-    real = RealStep(path, lora, batch, **loading)
+    real = RealStep(path, lora, batch, is_cut=is_cut, **loading)
     said = real.said()
     real.step()  # the optimizer's state is there from now on
     # A thread of gloo may hold a reduced tensor longer than its caller does: the least is right.

@@ -1,4 +1,4 @@
-"""`tplora finetune` over data axes: four processes, then one, train one run."""
+"""`tplora finetune` over data axes, on cut sequences: four processes, then one, train one run."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ def place(tmp_path_factory) -> Path:
     write_checkpoint("llama", folder / "base", vocab_size=512, max_position_embeddings=256)
     tiny_tokenizer().save_pretrained(folder / "base")
     recipe = (
-        RECIPE.replace("tp_size = 2", "tp_size = 2\nfsdp_size = 2")
+        RECIPE.replace("tp_size = 2", "tp_size = 2\nfsdp_size = 2\nsequence_parallel = true")
         .replace("lora_dropout = 0.1\n", "")
         .replace("batch_size = 2", "batch_size = 1")
     )

@@ -73,10 +73,10 @@ def batches(vocab: int = VOCAB) -> list[dict[str, torch.Tensor | None]]:
 class Pair:
     """The model on tp_size ranks, the truth in this process, and how far they were apart."""
 
-    def __init__(self, path: str, tp_size: int, lora: LoraConfig) -> None:
+    def __init__(self, path: str, tp_size: int, lora: LoraConfig, *, is_cut: bool = False) -> None:
         self.path, self.worst = path, {}
         config = AutoConfig.from_pretrained(path)
-        plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size)
+        plan = build_plan(config, copy.deepcopy(lora), tp_size=tp_size, sequence_parallel=is_cut)
         base = load_base(path, tp_size=tp_size, **OPTIONS)
         check_shards(base, plan)
         self.model = attach_adapter(base, copy.deepcopy(lora), plan=plan)
@@ -184,11 +184,27 @@ class Pair:
 
 
 def deviations(
-    path: str, tp_size: int, vocab: int = VOCAB, *, packs: bool = False, every: int = 1
+    path: str,
+    tp_size: int,
+    vocab: int = VOCAB,
+    *,
+    packs: bool = False,
+    every: int = 1,
+    is_cut: bool = False,
 ) -> dict[str, tuple[float, str]]:
-    """The largest relative difference of each kind, and where it was; of joined rows if asked."""
+    """The largest relative difference of each kind, and where it was.
+
+    Args:
+        path: A checkpoint.
+        tp_size: Ranks.
+        vocab: Tokens to draw from.
+        packs: Whether rows are joined.
+        every: Of how many linears one is adapted; see ``everything``.
+        is_cut: Whether ranks share out the tokens between attention and MLP.
+    """
     with Double():
-        pair = Pair(path, tp_size, everything(AutoConfig.from_pretrained(path), every))
+        config = everything(AutoConfig.from_pretrained(path), every)
+        pair = Pair(path, tp_size, config, is_cut=is_cut)
         data = batches(vocab)
         pair.compare_base(data[1])
         pair.draw_factors()

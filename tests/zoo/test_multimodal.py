@@ -56,9 +56,10 @@ def _batches():
         yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def _attached(path, targets):
+def _attached(path, targets, is_cut=False):
     """A tplora model over the ranks and plain PEFT beside it, with the same random factors."""
-    plan = build_plan(AutoConfig.from_pretrained(path), lora(targets), tp_size=2)
+    config = AutoConfig.from_pretrained(path)
+    plan = build_plan(config, lora(targets), tp_size=2, sequence_parallel=is_cut)
     base = load_base(path, tp_size=2, **OPTIONS)
     check_shards(base, plan)
     model = attach_adapter(base, lora(targets), plan=plan).train()
@@ -92,9 +93,9 @@ def _assert_same_step(model, truth, batch):
     return set(there)
 
 
-def _parity(path, targets, folder):
+def _parity(path, targets, folder, is_cut=False):
     """How many factors there are, how many had a gradient, and what the model says; files."""
-    model, truth = _attached(path, targets)
+    model, truth = _attached(path, targets, is_cut)
     for batch in _batches():
         trained = _assert_same_step(model, truth, batch)
     model.save_pretrained(f"{folder}/tplora")
@@ -106,6 +107,14 @@ def _parity(path, targets, folder):
 def _logits(model):
     with torch.no_grad():
         return [model.eval()(**batch, use_cache=False).logits for batch in _batches()]
+
+
+@pytest.mark.slow
+@pytest.mark.world
+@pytest.mark.parametrize("model_type", [one for one in CLASSES if one not in ("gemma4", "llama4")])
+def test_rows_of_text_train_on_tokens_as_in_one_process(world2, tmp_path, model_type):
+    path = write_checkpoint(model_type, tmp_path / "base")
+    world2.run(_parity, path, "text", tmp_path, True)
 
 
 def _assert_same_files(path, folder, logits):

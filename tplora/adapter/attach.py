@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from peft import TaskType
 
 from tplora.adapter.model import model_class
-from tplora.errors import ShardError
+from tplora.errors import PlanError, ShardError
 from tplora.plan.build import Plan, plan_model
 from tplora.upstream import tp_mesh
 
@@ -27,6 +27,7 @@ def attach_adapter(
     seed: int = 42,
     data_rank: int | None = None,
     plan: Plan | None = None,
+    sequence_parallel: bool = False,
     autocast_adapter_dtype: bool = True,
     overlap_communication: bool | Literal["auto"] = "auto",
 ) -> TploraModel:
@@ -42,6 +43,8 @@ def attach_adapter(
             ``torch.manual_seed(seed)``.
         data_rank: This tp group's place on the data axes; the mesh says it when left out.
         plan: The plan made before loading; made here when left out.
+        sequence_parallel: Whether the plan that is made here shares out the tokens between
+            attention and MLP.
         autocast_adapter_dtype: As in PEFT: factors of a half-precision base are float32.
         overlap_communication: Whether factors' gradients are computed while the gradient of their
             input is summed; "auto" is where the model is on GPUs. The numbers are the same.
@@ -53,9 +56,29 @@ def attach_adapter(
     config.task_type = config.task_type or TaskType.CAUSAL_LM
     mesh = tp_mesh(model)
     tp_size = 1 if mesh is None else mesh.size()
+    if plan is not None and sequence_parallel:
+        raise PlanError(
+            [
+                "attach_adapter: sequence_parallel is settled by the plan that is given; leave one "
+                "of the two out"
+            ]
+        )
     if plan is None:
         dtype = str(model.dtype).removeprefix("torch.")
-        plan = plan_model(model, config, tp_size=tp_size, base_dtype=dtype)
+        plan = plan_model(
+            model,
+            config,
+            tp_size=tp_size,
+            base_dtype=dtype,
+            sequence_parallel=sequence_parallel,
+        )
+    if overlap_communication is True and plan.sequence is not None:
+        raise PlanError(
+            [
+                "attach_adapter: overlap_communication = True with sequence_parallel, whose "
+                "scattered sums are not overlapped; leave one of the two out"
+            ]
+        )
     attached = model_class(config)(
         model,
         config,

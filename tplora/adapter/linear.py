@@ -28,7 +28,7 @@ from tplora.upstream import local_shard, transform_output
 from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +69,8 @@ class TploraLinear(FromWholeWeight, MergesLocally, lora.Linear):  # type: ignore
         self.plan, self.mesh = plan, mesh  # before PEFT, which asks for the sizes
         super().__init__(base_layer, adapter_name, **kwargs)
         self.shared_input = shared_input
+        self.reduce: Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = reduce_partial
+        """How the ranks' products of a row-parallel layer become one."""
         self.factors: dict[str, Factors] = {}
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -286,10 +288,11 @@ class RowParallelLoraLinear(TploraLinear):
         W      [O, I/P]   sharded    frozen
         A      [R, I/P]   sharded
         B      [O, R]     replicated
-        y      [T, O]     replicated
+        y      [T, O]     replicated; [T/P, O], this rank's tokens, where the sequence is cut
 
     Communication: forward, one all-reduce of [T, O]; backward, none, or one all-gather of [T, I]
-        when the input was split here.
+        when the input was split here. Where the sequence is cut, one reduce-scatter in place of the
+        all-reduce, and backward one all-gather of [T/P, O].
 
     Source: Shoeybi et al. 2019, section 3 (g); Hu et al. 2021, equation 3.
     """
@@ -302,5 +305,5 @@ class RowParallelLoraLinear(TploraLinear):
             x = split_last_dim(x, self.group)
         weight, bias = self.base_shards()
         y = self.add_delta(self.base_product(x, weight, None), x, **take_context(kwargs))
-        y, bias = reduce_partial(y, self.group), self.added_bias(bias)
+        y, bias = self.reduce(y, self.group), self.added_bias(bias)
         return y if bias is None else (y + bias).to(y.dtype)

@@ -18,7 +18,7 @@ from tplora.upstream import local_shard, own_forward, transform_output
 from tplora.upstream.quantization import is_quantized_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tplora.collectives import SharedInput
     from tplora.plan.trained import TrainedPlan
 
-__all__ = ["LocalModule", "local_tensor"]
+__all__ = ["LocalModule", "local_module_of", "local_tensor"]
 
 
 class LocalModule:
@@ -69,6 +69,8 @@ class LocalModule:
     ) -> None:
         self.module, self.plan, self.factors = module, plan, dict(factors)
         self.mesh, self.shared_input = mesh, shared_input
+        self.reduce: Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = reduce_partial
+        """How the ranks' products of a linear that is cut on in become one."""
         run = {"linear": self._linear, "embedding": self._embedding}.get(plan.kind, self._whole)
         vars(module)["forward"] = run
 
@@ -101,7 +103,7 @@ class LocalModule:
             return gather_last_dim(y, cut.shape[0], self.group) if self.plan.gathers_output else y
         if cut.shard_dim == 1:
             x = split_last_dim(x, self.group) if self.plan.splits_input else x
-            y = reduce_partial(self._product(x, None), self.group)
+            y = self.reduce(self._product(x, None), self.group)
             return y if bias is None else y + bias
         y = self._product(x, bias)
         if self.plan.transforms_output:
@@ -155,10 +157,16 @@ class LocalModule:
             parameters.update(originals)
 
 
+def local_module_of(module: nn.Module) -> LocalModule | None:
+    """What has taken the place of a module's forward, if it is one of these."""
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    return owner if isinstance(owner, LocalModule) else None
+
+
 def local_tensor(module: nn.Module, leaf: str) -> torch.Tensor | None:
     """This rank's piece of a module's parameter; the leaf, where it is trained in place."""
-    owner = getattr(vars(module).get("forward"), "__self__", None)
-    if isinstance(owner, LocalModule):
+    owner = local_module_of(module)
+    if owner is not None:
         return owner.tensor(leaf)
     parameter = module._parameters.get(leaf)
     return None if parameter is None else local_shard(parameter)

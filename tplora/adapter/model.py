@@ -15,7 +15,7 @@ from peft import (
 
 from tplora.adapter.base_record import BaseRecord
 from tplora.adapter.card import card_text
-from tplora.adapter.checkpointing import enable_checkpointing
+from tplora.adapter.checkpointing import KEEP_REDUCED_OUTPUTS, enable_checkpointing
 from tplora.adapter.combine import combined_config, fill_combined
 from tplora.adapter.config import attach_config, file_config, with_layers_named
 from tplora.adapter.data_axis import data_axis
@@ -25,6 +25,7 @@ from tplora.adapter.gradients import GradientSync
 from tplora.adapter.head.defer import DefersLogits
 from tplora.adapter.layers import ADAPTED, building_layers, cut_factors
 from tplora.adapter.save import save_adapter
+from tplora.adapter.sequence import cut_sequence
 from tplora.adapter.sharded_base import check_sharded_base
 from tplora.adapter.tokens import TploraTokens
 from tplora.adapter.trained import building_trained, conflicts, cut_trained
@@ -34,7 +35,7 @@ from tplora.errors import PlanError
 from tplora.plan.beside import plan_beside
 from tplora.plan.build import Plan, plan_layers
 from tplora.plan.initial import alone_problem, changes_base
-from tplora.plan.target import Targets, match_targets
+from tplora.plan.target import match_targets, without_adapter_parts
 from tplora.upstream import auto_class, tp_mesh
 from tplora.upstream.fsdp import enter_through_hooks, is_sharded_over_data
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tplora.adapter.factor import Factor
-    from tplora.plan.facts import ModelFacts
     from tplora.plan.layer import LayerPlan
     from tplora.plan.trained import TrainedPlan
 
@@ -118,6 +118,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         if is_sharded_over_data(model):
             enter_through_hooks(self.base_model, model)
         self._watch_root(ForwardSeed(seed, data_rank))
+        self._cut_sequence = cut_sequence(self.get_base_model(), plan, mesh, shared_input)
 
     def _take_factors(
         self, adapter_name: str, layers: tuple[LayerPlan, ...], trained: tuple[TrainedPlan, ...]
@@ -145,7 +146,7 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         if problem:
             raise PlanError([problem])
         base, facts = self.get_base_model(), self.plan.facts
-        targets = _without_adapter_parts(match_targets(base, peft_config, facts), facts)
+        targets = without_adapter_parts(match_targets(base, peft_config, facts), facts)
         layers = plan_layers(facts, peft_config, targets, tp_size=self.plan.tp_size, problems=[])
         trained, problems = plan_beside(facts, peft_config, layers, tp_size=self.plan.tp_size)
         if peft_config.bias != "none":
@@ -156,6 +157,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
         problems += conflicts(base, layers, trained)
         if problems:
             raise PlanError(problems)
+        if self._cut_sequence is not None:
+            layers, trained = self._cut_sequence.planned(layers, trained)
         check_sharded_base(base, peft_config, layers, trained)
         peft_config = with_layers_named(peft_config, layers)
         seed = self.seed + zlib.crc32(adapter_name.encode())
@@ -168,6 +171,8 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             super().add_adapter(adapter_name, config, **kwargs)
         self.peft_config[adapter_name] = in_file
         self._take_factors(adapter_name, layers, trained)
+        if self._cut_sequence is not None:
+            self._cut_sequence.take_linears()
 
     def add_weighted_adapter(
         self, adapters: list[str], weights: list[float], adapter_name: str, **settings: Any
@@ -225,8 +230,16 @@ class TploraModel(PeftModel):  # type: ignore[misc]
             settings: ``every_n_layers`` and ``offload``, as in transformers.
 
         Raises:
-            PlanError: For ``keep_reduced_outputs`` with ``use_reentrant``.
+            PlanError: For ``keep_reduced_outputs`` with ``use_reentrant`` or a cut sequence.
         """
+        keeps = (activation_checkpointing_kwargs or {}).get(KEEP_REDUCED_OUTPUTS)
+        if keeps and self._cut_sequence is not None:
+            raise PlanError(
+                [
+                    f"activation_checkpointing_kwargs: {KEEP_REDUCED_OUTPUTS} with "
+                    "sequence_parallel, whose scattered sums are not kept; leave one of them out"
+                ]
+            )
         enable_checkpointing(self.get_base_model(), activation_checkpointing_kwargs, **settings)
 
     def gradient_checkpointing_enable(
@@ -319,12 +332,3 @@ def model_class(config: LoraConfig) -> type[TploraModel]:
     """The class of PEFT for a config's task, of those that a plan takes."""
     is_classifier = config.task_type == TaskType.SEQ_CLS
     return TploraModelForClassification if is_classifier else TploraModelForCausalLM
-
-
-def _without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:
-    """Only what the base itself has: lora_A and lora_B of other adapters are linears as well."""
-    known = {module.name for module in facts.modules}
-    return Targets(
-        modules=tuple(name for name in targets.modules if name in known),
-        parameters=targets.parameters,
-    )

@@ -5,11 +5,10 @@ Later stages do not ask again; they check that what they got is what the plan sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tplora.errors import PlanError
-from tplora.plan.architectures import architecture_problem
 from tplora.plan.beside import plan_beside
 from tplora.plan.block_diagonal import block_problem, plan_blocks
 from tplora.plan.facts import ModelFacts, ModuleFacts, read_facts
@@ -21,6 +20,7 @@ from tplora.plan.initial import (
 )
 from tplora.plan.layer import LayerPlan, known_styles, plan_weight
 from tplora.plan.lora import find_config_problems
+from tplora.plan.model import find_model_problems
 from tplora.plan.options import find_option_problems, option_problem, wanted_extras
 from tplora.plan.parameter import parameter_problem, plan_parameter
 from tplora.plan.quantization import (
@@ -30,7 +30,9 @@ from tplora.plan.quantization import (
     quantization_problems,
 )
 from tplora.plan.quantized_options import find_adapter_config_problems
-from tplora.plan.style import AROUND_EXPERTS, STYLES
+from tplora.plan.sequence import SequencePlan, modules_of, with_token_gradients
+from tplora.plan.sequence_proof import plan_sequence
+from tplora.plan.style import STYLES
 from tplora.plan.target import Targets, match_targets
 from tplora.upstream import build_meta_model, lora_rank_of
 
@@ -57,6 +59,8 @@ class Plan:
     """Which linear layers are held in 4 or 8 bits."""
     trained: tuple[TrainedPlan, ...] = ()
     """What is trained of the base itself, beside LoRA's factors."""
+    sequence: SequencePlan | None = None
+    """How the decoder runs on each rank's tokens, if it does."""
 
     def layer(self, name: str) -> LayerPlan | None:
         """The plan of the module called ``name``, or None when it is not adapted."""
@@ -88,6 +92,7 @@ def build_plan(
     dtype: str = "auto",
     quantization: BitsAndBytesConfig | None = None,
     trust_remote_code: bool = False,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """The plan for ``config``'s architecture with adapter ``lora`` on ``tp_size`` ranks.
 
@@ -99,6 +104,7 @@ def build_plan(
         quantization: What ``from_pretrained`` gets as ``quantization_config``; a checkpoint that is
             quantised says so itself.
         trust_remote_code: Whether the architecture may come from the model's own code.
+        sequence_parallel: Whether ranks share out the tokens between attention and MLP.
 
     Raises:
         PlanError: Every target that cannot be exact, by name, with what would work.
@@ -110,6 +116,7 @@ def build_plan(
         tp_size=tp_size,
         base_dtype=saved_in if dtype == "auto" else dtype,
         quantization=quantization,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -120,6 +127,7 @@ def plan_model(
     tp_size: int,
     base_dtype: str,
     quantization: BitsAndBytesConfig | None = None,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """The plan for a model that is there already, loaded or on the meta device.
 
@@ -129,7 +137,7 @@ def plan_model(
     if lora.peft_type != "LORA":
         raise PlanError(find_config_problems(lora))
     facts = read_facts(model)
-    problems = _model_problems(facts, tp_size) + find_dtype_problems(lora, base_dtype)
+    problems = find_model_problems(facts, tp_size) + find_dtype_problems(lora, base_dtype)
     quantized, found = plan_quantization(model, quantization)
     problems += found
     if quantized is not None:
@@ -145,7 +153,7 @@ def plan_model(
         problems += adapter_problems(quantized, layers, trained, facts)
     if problems:
         raise PlanError(problems)
-    return Plan(
+    plan = Plan(
         class_name=facts.class_name,
         tp_size=tp_size,
         layers=layers,
@@ -154,6 +162,11 @@ def plan_model(
         trained=trained,
         quantization=quantized,
     )
+    if not sequence_parallel or tp_size == 1:
+        return plan
+    sequence = plan_sequence(model, facts, tp_size).without_rows(modules_of(trained))
+    layers, trained = with_token_gradients(sequence, layers, trained)
+    return replace(plan, layers=layers, trained=trained, sequence=sequence)
 
 
 def plan_layers(
@@ -241,59 +254,3 @@ def _module_problem(module: ModuleFacts | None, name: str) -> str | None:
             f"({known_styles(module.kind)} are); add it to lora.exclude_modules"
         )
     return None
-
-
-def _model_problems(facts: ModelFacts, tp_size: int) -> list[str]:
-    """Why this model cannot be cut into ``tp_size`` exactly."""
-    where = f"parallel.tp_size = {tp_size}"
-    if tp_size < 1:
-        return [f"{where}: needs a whole number of at least 1"]
-    if tp_size == 1:
-        return []
-    if not facts.has_tp_plan:
-        return [
-            f"{where}: {facts.class_name} has no tensor-parallel plan in transformers; "
-            "use parallel.tp_size = 1"
-        ]
-    unproven = architecture_problem(facts.model_type, facts.text_type)
-    problems = [f"{where}: {unproven}; use parallel.tp_size = 1"] if unproven else []
-    problems += _style_problems(facts, where)
-    if facts.are_heads_cut and not _divides_heads(facts, tp_size):
-        most = min((kv_heads for _, kv_heads in facts.heads), default=1)
-        works = [size for size in range(1, most + 1) if _divides_heads(facts, size)]
-        found = " or ".join(
-            f"{n} attention heads and {kv} key-value heads" for n, kv in facts.heads
-        )
-        problems.append(
-            f"{where}: {facts.class_name} has {found}, which must divide; "
-            f"use one of {', '.join(map(str, works))}"
-        )
-    if facts.attention_dropout > 0:
-        problems.append(
-            f"model: attention_dropout = {facts.attention_dropout} draws its masks per rank, which "
-            "is not the run at tp_size 1; set attention_dropout = 0 in the model's config.json"
-        )
-    return problems
-
-
-def _style_problems(facts: ModelFacts, where: str) -> list[str]:
-    """Styles that tplora has not been held to: new ones, or a plan that is not the model's own."""
-    known = {style for styles in STYLES.values() for style in styles} | AROUND_EXPERTS
-    unknown = [(name, style) for name, style in facts.styles if style not in known]
-    if unknown:
-        name, style = unknown[0]
-        return [
-            f"{where}: transformers cuts {name} and {len(unknown) - 1} more by style {style!r}, "
-            "which has not been proven exact; use parallel.tp_size = 1"
-        ]
-    if facts.foreign_styles:
-        name, given = facts.foreign_styles[0]
-        return [
-            f"{where}: {name} has style {given!r}, which is not {facts.class_name}'s own; only "
-            "its own plan is proven exact; load it without tp_plan"
-        ]
-    return []
-
-
-def _divides_heads(facts: ModelFacts, tp_size: int) -> bool:
-    return not any(heads % tp_size or kv_heads % tp_size for heads, kv_heads in facts.heads)

@@ -118,7 +118,8 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     """Collectives of one step, head and embedding included; None where that is not known.
 
     It is not where a style communicates by what its module is given, as those around experts do,
-    and where a norm is trained: its place among the layers says what flows back to which of them.
+    where the sequence is cut, and where a norm is trained: its place among the layers says what
+    flows back to which of them.
 
     Column-parallel layers that read one tensor share the reduction of its gradient; those without
     an adapter that are quantised, or compute more than a linear, reduce their own. Nothing flows
@@ -127,9 +128,10 @@ def count_collectives(plan: Plan) -> CollectiveCount | None:
     """
     if plan.tp_size == 1:
         return CollectiveCount(forward=0, backward=0, bucket=0)
-    if any(style in _UNCOUNTED for _, style in plan.facts.styles) or any(
-        part.kind not in ("linear", "embedding") for part in plan.trained
-    ):
+    is_counted = plan.sequence is None and not any(
+        style in _UNCOUNTED for _, style in plan.facts.styles
+    )
+    if not is_counted or any(part.kind not in ("linear", "embedding") for part in plan.trained):
         return None
     adapted = {layer.module_name for layer in plan.layers} | {part.name for part in plan.trained}
     sharing = adapted | {module.name for module in plan.facts.modules if _is_shared(plan, module)}

@@ -176,6 +176,15 @@ def _facts(plan: Plan, *, is_counted_elsewhere: bool) -> list[tuple[str, str]]:
             "activations come on top",
         ),
     ]
+    if plan.sequence is not None:
+        num_units, num_rows = len(plan.sequence.units), len(plan.sequence.rows)
+        rows.append(
+            (
+                "sequence",
+                f"cut over the {plan.tp_size} ranks but for {num_units} modules that gather it; "
+                f"{num_rows} row-parallel layers scatter their sums",
+            )
+        )
     missed = say_missed_experts(plan)
     if missed:
         rows.append(("experts", missed))

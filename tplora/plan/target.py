@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tplora.plan.facts import ModelFacts
 
-__all__ = ["Targets", "expert_names", "match_targets"]
+__all__ = ["Targets", "expert_names", "match_targets", "without_adapter_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,3 +193,12 @@ def _near(entry: str, facts: ModelFacts) -> str:
     near = difflib.get_close_matches(entry, available, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     return f"{hint}the model has {', '.join(available)}"
+
+
+def without_adapter_parts(targets: Targets, facts: ModelFacts) -> Targets:
+    """Only what the base itself has: lora_A and lora_B of other adapters are linears as well."""
+    known = {module.name for module in facts.modules}
+    return Targets(
+        modules=tuple(name for name in targets.modules if name in known),
+        parameters=targets.parameters,
+    )

@@ -17,6 +17,7 @@ from tplora.recipe.quantization_rules import (
     find_quantization_problems,
 )
 from tplora.recipe.schema import TABLES, Recipe
+from tplora.recipe.sequence_rules import find_sequence_problems
 from tplora.recipe.train_rules import REFUSED_KEYS, find_train_problems
 from tplora.recipe.upstream_fields import (
     UpstreamField,
@@ -69,6 +70,7 @@ def _find_problems(tables: Tables, places: Places) -> Iterator[str]:
     yield from _loraplus_problems(lora, places)
     yield from find_loftq_problems(lora, _table(tables, "quantization"), places)
     yield from find_autocast_problems(train, _table(tables, "quantization"), places)
+    yield from find_sequence_problems(_table(tables, "parallel"), train, places)
     yield from _token_problems(_table(tables, "model"), lora, places)
     yield from _file_problems(_table(tables, "data"), places)
     yield from _eval_problems(_table(tables, "data"), train, places)

@@ -92,6 +92,8 @@ class ParallelTable(_Table):
     overlap_communication: bool | Literal["auto"] = "auto"
     """Whether factors' gradients are computed while that of their input is summed over ranks, and
     buckets of gradients are summed side by side; "auto" is on GPUs. The numbers are the same."""
+    sequence_parallel: bool = False
+    """Whether tp_size processes share out the tokens between attention and MLP, for less memory."""
     check_every_steps: AtLeastOne = 50
     """Every how many optimizer steps the ranks' copies of each factor are compared."""
 

@@ -39,7 +39,9 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func)
         is_local = "wait_tensor" in name or "wrap_tensor" in name
         if "c10d" in func.namespace and not is_local:  # type: ignore[attr-defined]
-            given = args[1] if "allgather_" in name else args[0]  # (outputs, inputs, ...)
+            # (outputs, inputs, ...), which functional collectives have not
+            has_outputs = "allgather_" in name or name.startswith("c10d.reduce_scatter_")
+            given = args[int(has_outputs)]
             tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
             self.calls.append((kind_of(name), sum(t.nbytes for t in tensors)))
         return func(*args, **(kwargs or {}))

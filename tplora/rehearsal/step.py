@@ -5,7 +5,7 @@
 Nothing is estimated: each tensor that the step makes is followed from birth to death, and each
 collective noted, as the code that will train runs. So activations of every architecture come out
 by one rule. Not seen is what an operator takes and gives back inside itself; values are not there
-(``values.py``), so that every token has a label, and where rows are padded they are padded.
+(``plan/values.py``), so that every token has a label, and where rows are padded they are padded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tplora.adapter.head.fused import install_fused_head
 from tplora.base.mends import mend_loaded, mended_while_loading
 from tplora.errors import PlanError
 from tplora.plan.step_cost import StepCost, Traffic, resident_bytes
+from tplora.plan.values import AsIfAllHeld
 from tplora.rehearsal.live_bytes import LiveBytes
 from tplora.rehearsal.recorded import Recorded
 from tplora.rehearsal.unpacked import unpack_for_each_product
-from tplora.rehearsal.values import AsIfAllHeld
 from tplora.upstream import tp_mesh
 from tplora.upstream.rehearsal import (
     attention_without_storage,

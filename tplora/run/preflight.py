@@ -59,6 +59,7 @@ def plan_recipe(
         dtype=recipe.model.dtype,
         quantization=build_quantization_config(recipe.quantization),
         trust_remote_code=recipe.model.trust_remote_code,
+        sequence_parallel=recipe.parallel.sequence_parallel,
     )
     problems = [
         *_checkpointing_problems(recipe, setup),
