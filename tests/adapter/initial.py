@@ -108,10 +108,13 @@ def train_step(base: Any) -> Any:
     return lambda: base(**batches(9)[0]).loss.backward()
 
 
-def attach(path: str, config: LoraConfig, *, dtype: torch.dtype = torch.float64) -> TploraModel:
-    """A tplora model over this rank's world."""
+def attach(
+    path: str, config: LoraConfig, *, dtype: torch.dtype = torch.float64, is_cut: bool = False
+) -> TploraModel:
+    """A tplora model over this rank's world; ``is_cut`` as in ``Case``."""
     base = _in_float32(path, config, is_cut=True)
-    model = attach_adapter(base, config, seed=SEED, autocast_adapter_dtype=False)
+    settings = {"autocast_adapter_dtype": False, "sequence_parallel": is_cut}
+    model = attach_adapter(base, config, seed=SEED, **settings)
     return model.to(dtype).train()
 
 
