@@ -41,7 +41,7 @@ SHARDED = Mesh(tp_size=2, fsdp_size=2)
 SETUP = Setup(batch_size=4, max_steps=3)
 
 
-def _sum_over_tp_only(self, factors):
+def _sum_over_tp_only(self, factors, **_):
     """Each data rank steps by its own rows."""
     for factor in factors:
         if factor.is_partial and factor.leaf_grad is not None:
@@ -66,12 +66,13 @@ def test_gradients_that_are_not_averaged_stop_every_rank_at_the_next_check(
         assert "differs between tp rank 0 and tp rank 0 of data rank 1" in message
 
 
-def _summed_in_place_of_averaged(self, _factors, flat):
-    dist.all_reduce(flat, group=self.group)
-
-
 def _broken_cut_factors(path, folder):
-    with mock.patch.object(DataAxis, "_average_over_data", _summed_in_place_of_averaged):
+    divisor = DataAxis._divisor
+
+    def summed(self, factor):
+        return divisor(self, factor) if factor.plan.shard_dim is None else 1
+
+    with mock.patch.object(DataAxis, "_divisor", summed):
         return run_on(BOTH, path, folder, SETUP)
 
 
@@ -179,7 +180,8 @@ def _bucket(mesh, path):
     state._set_sync_gradients(True)
     with Recorded() as sent:
         num_buckets = model.data.average(model.factors().values())
-    axes = Axes(**vars(mesh))
+    data = {"fsdp_size": mesh.fsdp_size, "dp_replicate_size": mesh.dp_replicate_size}
+    axes = Axes(tp_size=mesh.tp_size, **data)
     rank = dist.get_rank() % mesh.tp_size
     planned = bucket_bytes(model.plan, axes, rank, bytes_per_element=8)
     return num_buckets, sorted(sent.of("all_reduce")), sorted(planned.values())

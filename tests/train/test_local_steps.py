@@ -71,11 +71,10 @@ SETUP = Setup(max_steps=4, logging_steps=4, arguments=(("optim", "adamw_torch_fu
 def test_steps_of_our_trainer_work_on_plain_tensors_and_wait_for_nothing(
     world2, checkpoint, tmp_path
 ):
-    """The embedding alone, which has no adapter, is transformers' own: once a micro-batch."""
     for on_dtensors, read_by in world2.run(
         _watched, checkpoint("llama", **CUT), tmp_path, SETUP, timeout_s=60
     ):
-        assert on_dtensors == {"aten.embedding.default": 4}
+        assert not on_dtensors
         assert not [who for who in read_by if who.startswith(("tplora", "trl"))], read_by
 
 
