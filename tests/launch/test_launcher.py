@@ -212,7 +212,11 @@ main()
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
     ids=["interrupt", "terminate", "kill"],
 )
 def test_a_signal_to_the_launcher_leaves_no_process_and_rank_0_had_the_terminal(

@@ -73,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "batch"), CASES)
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rehearsed_step_takes_what_the_allocator_gives_out(world_of, model, name, batch, tp_size):
     cost = _rehearsed(model(name), batch, tp_size)
     found = world_of(tp_size).run(measure, model(name), lora(), batch)

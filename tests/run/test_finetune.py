@@ -202,6 +202,7 @@ def test_generate_answers_alike_in_one_process_and_in_two(place, cut):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_saves_nothing(place):
     argv = ["--output", "diverged", "--set", "train.learning_rate=1e30"]
     done = tplora(place, "finetune", "recipe.toml", *argv)

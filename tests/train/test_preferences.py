@@ -166,7 +166,9 @@ def test_a_loss_of_a_whole_batch_is_refused_over_data_axes(world_of, checkpoint,
     world_of(2).run(_refused, checkpoint("llama", **SIZES), tmp_path)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp_size=2), Mesh(fsdp_size=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp_size=2), pytest.param(Mesh(fsdp_size=2), marks=pytest.mark.slow)], ids=str
+)
 def test_three_and_three_steps_are_six_bit_for_bit(world_of, checkpoint, tmp_path, mesh):
     setup = replace(DPO, max_steps=6, save_steps=3)
     world, path = world_of(2), checkpoint("llama", **SIZES)

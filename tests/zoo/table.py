@@ -39,9 +39,9 @@ AT_FOUR = (
 )  # fmt: skip
 """Families people use, in a wider config as well, over four ranks."""
 OFTEN_AT_FOUR = (
-    "deepseek_v2", "gemma3_text", "gpt_oss", "llama", "llama4_text", "olmo2", "phi3", "qwen3_next",
+    "deepseek_v2", "gpt_oss", "phi3",
 )  # fmt: skip
-"""One of each kind of cut; the others take four ranks only in the slow tests."""
+"""Latent attention, experts, fused weights; the others take four ranks only in the slow tests."""
 
 
 def is_within(worst: dict[str, tuple[float, str]], precision: str) -> bool:

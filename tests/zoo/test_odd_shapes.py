@@ -37,8 +37,15 @@ CASES = {
 }
 
 
+def _mark(tp_size, model_type):
+    return pytest.mark.slow if (tp_size, model_type) == (8, "qwen3_moe") else ()
+
+
 @pytest.mark.world
-@pytest.mark.parametrize(("tp_size", "model_type"), CASES)
+@pytest.mark.parametrize(
+    ("tp_size", "model_type"),
+    [pytest.param(*case, marks=_mark(*case)) for case in CASES],
+)
 def test_odd_shapes_are_one_process(world_of, tp_size, model_type, tmp_path):
     vocab, changes = CASES[tp_size, model_type]
     build_model(model_type, _odd_config(model_type, vocab, **changes)).save_pretrained(tmp_path)

@@ -39,10 +39,20 @@ def _assert_exact(found, precision: str) -> None:
 def test_two_ranks_are_one_process(world2, model_type, tmp_path):
     build_model(model_type).save_pretrained(tmp_path)
     row = ROWS[model_type]
-    found = world2.run(partial(deviations, packs=row.packs), str(tmp_path), 2)
+    packs = row.packs and model_type in JOINED
+    found = world2.run(partial(deviations, packs=packs), str(tmp_path), 2)
     _assert_exact(found, row.precision)
     config = AutoConfig.from_pretrained(tmp_path)
     assert table.describe(model_type, config, row.precision, packs=row.packs) == row
+
+
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [m for m in ALL if ROWS[m].packs and m not in JOINED])
+def test_joined_rows_on_two_ranks_are_those_of_one_process(world2, model_type, tmp_path):
+    build_model(model_type).save_pretrained(tmp_path)
+    found = world2.run(partial(deviations, packs=True), str(tmp_path), 2)
+    _assert_exact(found, ROWS[model_type].precision)
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=_mark(name)) for name in ALL])
