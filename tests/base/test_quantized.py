@@ -21,7 +21,7 @@ from tests.quantized import (
     write_wide,
 )
 from tests.tiny import write_checkpoint
-from tplora.base import load, quantized_shard, verify
+from tplora.base import load, quantized_shard, sample
 from tplora.base.cut import Cut
 from tplora.base.load import load_base
 from tplora.base.verify import check_against_checkpoint
@@ -155,7 +155,7 @@ def test_one_value_that_is_not_a_quantised_checkpoints_is_seen(world2, saved, me
 def _in_parts(path, method):
     """Of a large weight the first rows or columns are compared; their number divides nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_LARGE_BYTES", 31_000)
+        patch.setattr(sample, "_LARGE_BYTES", 31_000)
         model = load_pieces(path, method)
         weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
         if dist.get_rank() == 1:

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.zoo.build import architectures, build_model
 from tests.zoo.multimodal import write_checkpoint
-from tplora.base import load, mends, verify
+from tplora.base import load, mends, sample, verify
+from tplora.base.checkpoint_files import find_safetensors
 from tplora.base.load import load_base
-from tplora.base.verify import check_against_checkpoint, find_safetensors
+from tplora.base.verify import check_against_checkpoint
 from tplora.errors import ShardError
 from tplora.upstream import local_shard, tp_mesh
 
@@ -119,7 +120,7 @@ def _in_parts(path: str) -> list[int]:
         return difference(model, weights, *others)
 
     difference = verify._difference
-    with _set(verify, "_LARGE_BYTES", 2048), _set(verify, "_difference", count):
+    with _set(sample, "_LARGE_BYTES", 2048), _set(verify, "_difference", count):
         model = load_base(path, tp_size=2, **OPTIONS)
         weights = dict(model.named_parameters())
         name = next(name for name in weights if name.endswith("o_proj.weight"))
@@ -148,15 +149,15 @@ def test_of_large_weights_a_part_is_compared(world2, saved, model_type):
 def test_no_rank_compares_more_than_a_tenth_of_what_it_holds(num_weights, num_ranks, num_together):
     held, names = 4 << 30, [str(number) for number in range(num_weights)]
     joined = [names[at : at + num_together] for at in range(0, num_weights, num_together)]
-    size = verify._part_bytes(held, joined, num_ranks)
-    owners = verify._divided(joined, dict.fromkeys(names, (size,)), num_ranks)
+    size = sample.part_bytes(held, joined, num_ranks)
+    owners = sample.divide(joined, dict.fromkeys(names, (size,)), num_ranks)
     assert owners.keys() == set(names)
     assert all(len({owners[name] for name in one}) == 1 for one in joined)
     assert max(Counter(owners.values()).values()) * size <= held / 10
 
 
 def _small_parts(path: str) -> None:
-    with _set(verify, "_LARGE_BYTES", 64):
+    with _set(sample, "_LARGE_BYTES", 64):
         load_base(path, tp_size=2, **OPTIONS)
 
 

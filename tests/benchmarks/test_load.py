@@ -28,7 +28,7 @@ def small(tmp_path_factory):
 
 def _read_bytes(path: str) -> dict[str, int]:
     """As in a model a hundred times as large, of which half a MiB a weight is little."""
-    with mock.patch("tplora.base.verify._SMALL_BYTES", 4096):
+    with mock.patch("tplora.base.sample._SMALL_BYTES", 4096):
         return read_bytes(path)
 
 
@@ -39,7 +39,7 @@ def test_a_rank_reads_no_more_than_its_share_and_a_tenth_of_it_to_compare(world,
 
 
 def _unbounded(path: str) -> dict[str, int]:
-    with mock.patch("tplora.base.verify._part_bytes", return_value=8 << 20):
+    with mock.patch("tplora.base.sample.part_bytes", return_value=8 << 20):
         return read_bytes(path)
 
 

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from tplora.adapter.factor import shard_full
 from tplora.adapter.linear import TploraLinear
 from tplora.adapter.save import raise_everywhere
+from tplora.base.checkpoint_files import find_safetensors
 from tplora.base.quantized import cut_of_loaded
 from tplora.base.quantized_product import dequantize
-from tplora.base.verify import find_safetensors
 from tplora.errors import PlanError
 from tplora.upstream import local_shard
 from tplora.upstream.quantization import is_four_bit, is_quantized_linear

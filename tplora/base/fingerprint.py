@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
-from tplora.base.verify import find_safetensors
+from tplora.base.checkpoint_files import find_safetensors
 from tplora.errors import ArtifactError
 from tplora.saved.files import find_file, read_json
 

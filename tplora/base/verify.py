@@ -5,9 +5,7 @@ goes wrong raises nothing: the model is another one. So of every kind of paramet
 first and of the last layer is gathered, taken back to the checkpoint's own names and form, and
 compared there.
 
-The ranks divide the weights among them, and of a large one compare its first rows or columns:
-those that are not cut, so that every rank's piece is looked at. What a rank reads for it is at most
-a tenth of what it holds, unless half a MiB of each weight is more.
+The ranks divide the weights among them, and of a large one compare a part; see ``sample.py``.
 
 A weight that was quantised on its way is compared with the checkpoint's, quantised again.
 
@@ -18,71 +16,33 @@ model, and weights made in a way that cannot be taken back.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from tplora.base import sample
+from tplora.base.checkpoint_files import find_safetensors
+from tplora.base.sample import CODE_DTYPES, PLAIN_DTYPES
 from tplora.base.verify_quantized import codes_are_equal, codes_of
 from tplora.errors import ShardError
-from tplora.saved.files import check_file_name
 from tplora.upstream import local_shard
 from tplora.upstream.fsdp import gathered_over_data
 from tplora.upstream.loading import Conversions, names_joined_in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
-__all__ = ["check_against_checkpoint", "find_safetensors"]
-
-_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CODE_DTYPES = (torch.uint8, torch.int8)
-"""Of quantised weights; see ``verify_quantized``."""
-_LARGE_BYTES = 1 << 20
-"""Of a larger weight a part is compared; every rank has some of it."""
-_SMALL_BYTES = 512 << 10
-"""A smaller weight is compared whole, however small the model."""
-_TOO_LARGE_BYTES = 512 << 20
-"""A larger weight that can only be compared whole is not."""
-
-
-def find_safetensors(path: str, options: Mapping[str, Any]) -> dict[str, Path]:
-    """The file of every tensor of a checkpoint in safetensors; empty where there is none.
-
-    Args:
-        path: What ``from_pretrained`` has loaded: a folder or a hub id.
-        options: The arguments of ``from_pretrained``, some of which say which one of a hub id.
-    """
-    is_other = options.get("gguf_file") or options.get("variant")
-    if is_other or options.get("use_safetensors") is False:
-        return {}
-    folder = Path(path)
-    if not folder.is_dir():
-        wanted = {key: options[key] for key in ("revision", "cache_dir") if options.get(key)}
-        folder = Path(snapshot_download(path, local_files_only=True, **wanted))
-    folder /= options.get("subfolder") or ""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():  # as transformers prefers it
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        where = str(index)
-        return {name: folder / check_file_name(file, where=where) for name, file in names.items()}
-    return {}
+__all__ = ["check_against_checkpoint"]
 
 
 def check_against_checkpoint(
@@ -146,14 +106,16 @@ def _gathered(
     model: PreTrainedModel, conversions: Conversions, group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
     """The weights that fall to this rank, or parts of them, on the CPU. Collective."""
-    sample, num_ranks = _sample(model), dist.get_world_size(group)
+    sampled, num_ranks = sample.sampled_names(model), dist.get_world_size(group)
     held = min(_told(sum(local_shard(p).nbytes for p in model.parameters()), group))
-    joined = names_joined_in_files(model, sample)
-    limit = _part_bytes(held, joined, num_ranks)
+    joined = names_joined_in_files(model, sampled)
+    limit = sample.part_bytes(held, joined, num_ranks)
     parts: dict[str, tuple[int, ...]] = {}
     for names in joined:
-        parts |= _parts({name: _compared(model, name) for name in names}, conversions, limit)
-    owners = _divided(joined, parts, num_ranks)
+        parts |= sample.compared_parts(
+            {name: _compared(model, name) for name in names}, conversions, limit
+        )
+    owners = sample.divide(joined, parts, num_ranks)
     gathered = {}
     for name, part in parts.items():
         found = _gather(_compared(model, name), part)
@@ -166,84 +128,6 @@ def _compared(model: PreTrainedModel, name: str) -> torch.Tensor:
     """A parameter, or the numbers of a quantised one."""
     codes = codes_of(model, name)
     return model.get_parameter(name).detach() if codes is None else codes
-
-
-def _part_bytes(held_bytes: int, joined: list[list[str]], num_ranks: int) -> int:
-    """What is compared of one weight, so that no rank is given more than a tenth of what it holds.
-
-    A rank is given no more than its part of them all and one of ``joined``, see ``_divided``.
-    """
-    num_weights, num_together = sum(map(len, joined)), max(map(len, joined))
-    share = held_bytes * num_ranks // (10 * (num_weights + num_ranks * num_together))
-    return min(_LARGE_BYTES, max(_SMALL_BYTES, share))
-
-
-def _divided(
-    joined: list[list[str]], parts: Mapping[str, Sequence[int]], num_ranks: int
-) -> dict[str, int]:
-    """Which rank compares which weight: the largest first, to the one that has least.
-
-    Args:
-        joined: Names of weights that fuse into one of the checkpoint, so one rank needs them all.
-        parts: By name, the shape of what is compared; some are not.
-        num_ranks: That share the work.
-    """
-    loads, owners = [0] * num_ranks, dict[str, int]()
-    sizes = [sum(math.prod(parts.get(name, (0,))) for name in names) for names in joined]
-    for index in sorted(range(len(joined)), key=lambda one: -sizes[one]):
-        rank = loads.index(min(loads))
-        loads[rank] += sizes[index]
-        owners |= dict.fromkeys(joined[index], rank)
-    return owners
-
-
-def _sample(model: PreTrainedModel) -> list[str]:
-    """Of parameters whose names differ in numbers only, the first and the last.
-
-    What falls out of one weight of the checkpoint is of one layer, so it comes together.
-    """
-    kinds: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return list(dict.fromkeys(name for same in kinds.values() for name in (same[0], same[-1])))
-
-
-def _parts(
-    together: Mapping[str, torch.Tensor], conversions: Conversions, limit: int
-) -> dict[str, tuple[int, ...]]:
-    """How many of the first rows of each dim are compared, of weights that come together.
-
-    What fuses into one has to be cut short alike. Without those that cannot be compared.
-    """
-    found = {
-        name: parameter
-        for name, parameter in together.items()
-        if parameter.dtype in (*_PLAIN_DTYPES, *_CODE_DTYPES) and not conversions.lose(name)
-    }
-    if not found:
-        return {}
-    largest = max(found.values(), key=lambda parameter: parameter.nbytes)
-    shape, taken = list(largest.shape), dict[int, int]()
-    for dim in range(largest.ndim):
-        num_bytes = math.prod(shape) * largest.element_size()
-        if num_bytes > limit and all(
-            dim != _cut_dim(parameter) and conversions.keep_rows_apart(name, dim)
-            for name, parameter in found.items()
-        ):
-            taken[dim] = shape[dim] = max(1, shape[dim] * limit // num_bytes)
-    if not taken and largest.nbytes > _TOO_LARGE_BYTES:
-        return {}
-    return {
-        name: tuple(min(taken.get(dim, size), size) for dim, size in enumerate(parameter.shape))
-        for name, parameter in found.items()
-    }
-
-
-def _cut_dim(parameter: torch.Tensor) -> int | None:
-    if not isinstance(parameter, DTensor):
-        return None
-    dim: int | None = getattr(parameter.placements[-1], "dim", None)
-    return None if dim is None else dim % parameter.ndim
 
 
 def _gather(parameter: torch.Tensor, part: Sequence[int]) -> torch.Tensor:
@@ -285,7 +169,7 @@ def _difference(
     """The first of this rank's weights that the checkpoint has otherwise, by its name there."""
     for name in sorted(weights.keys() & there.keys()):
         found, weight = there[name], weights[name]
-        if weight.dtype in _CODE_DTYPES:
+        if weight.dtype in CODE_DTYPES:
             is_equal = codes_are_equal(model, weight, found, files[found])
         else:
             is_equal = _is_equal(weight, found, files[found])
@@ -319,4 +203,4 @@ def _is_equal(weight: torch.Tensor, name: str, file: Path) -> bool:
         sizes = zip(lazy.get_shape(), weight.shape, strict=True)
         ranges = tuple(slice(0, min(pair)) for pair in sizes)
         there = lazy[ranges] if ranges else opened.get_tensor(name)
-    return there.dtype not in _PLAIN_DTYPES or torch.equal(there.to(weight.dtype), weight[ranges])
+    return there.dtype not in PLAIN_DTYPES or torch.equal(there.to(weight.dtype), weight[ranges])
