@@ -1,6 +1,5 @@
 """Worlds that live as long as a module's tests; tiny checkpoints that live as long as the run."""
 
-import contextlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side
@@ -9,7 +8,7 @@ import pytest
 
 from tests.models import CUT, record_run
 from tests.tiny import write_checkpoint
-from tests.world import World
+from tests.world import World, kept_worlds
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,15 +40,8 @@ def world4():
 @pytest.fixture(scope="module")
 def world_of():
     """``world_of(size)`` is a world of that size, kept for the module."""
-    with contextlib.ExitStack() as stack:
-        worlds = {}
-
-        def get(size):
-            if size not in worlds:
-                worlds[size] = stack.enter_context(World(size))
-            return worlds[size]
-
-        yield get
+    with kept_worlds() as world_of:
+        yield world_of
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ The processes start once and then serve many tests. A rank that raises, dies or 
 the test by its number, and the world is replaced.
 """
 
+import contextlib
 import gc
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -102,6 +103,20 @@ class World:
         self._stop()  # its peers may be waiting in a collective
         self._start()
         raise RankError(message)
+
+
+@contextlib.contextmanager
+def kept_worlds() -> Iterator[Callable[[int], World]]:
+    """While open, ``world_of(size)`` is a world of that size, started when first asked for."""
+    with contextlib.ExitStack() as stack:
+        worlds: dict[int, World] = {}
+
+        def world_of(size: int) -> World:
+            if size not in worlds:
+                worlds[size] = stack.enter_context(World(size))
+            return worlds[size]
+
+        yield world_of
 
 
 def _serve(rank: int, size: int, store: str, conn: Connection) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.artifact.tiny import change_tensors, write_adapter, write_base
-from tplora.artifact.adapter_dir import check_fits_base, read_adapter
+from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.adapter_fit import check_fits_base
 from tplora.errors import ArtifactError
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -1,24 +1,15 @@
 """Worlds that live as long as this folder's tests: starting them takes longer than a test."""
 
-import contextlib
-
 import pytest
 
-from tests.world import World
+from tests.world import kept_worlds
 
 
 @pytest.fixture(scope="package")
 def world_of():
     """``world_of(size)`` is a world of that size."""
-    with contextlib.ExitStack() as stack:
-        worlds = {}
-
-        def get(size):
-            if size not in worlds:
-                worlds[size] = stack.enter_context(World(size))
-            return worlds[size]
-
-        yield get
+    with kept_worlds() as world_of:
+        yield world_of
 
 
 @pytest.fixture(scope="package")
