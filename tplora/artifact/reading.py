@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from tplora.artifact.adapter_dir import AdapterFiles, check_fits_base, read_adapter
+from tplora.artifact.adapter_dir import AdapterFiles, read_adapter
+from tplora.artifact.adapter_fit import check_fits_base
 from tplora.artifact.base_tensors import read_whole
 from tplora.artifact.checkpoint import Checkpoint, TiedPair, tied_pair
 from tplora.artifact.mergeable import check_mergeable, check_saved, name_mismatch

@@ -15,7 +15,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from tplora.artifact.adapter_dir import check_fits_base, read_adapter
+from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.adapter_fit import check_fits_base
 from tplora.artifact.plain_folder import plain_folder
 from tplora.artifact.probe import Probe, choose_probe_rows, logits_at, read_probe, record_probe
 from tplora.base.quantized_product import hold_exact

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from tplora.artifact.adapter_dir import check_is_in_base, read_adapter
+from tplora.artifact.adapter_dir import read_adapter
+from tplora.artifact.adapter_fit import check_is_in_base
 from tplora.artifact.checkpoint import find_base_folder
 from tplora.artifact.consumer_form import write_for
 from tplora.artifact.consumers import CONSUMERS
