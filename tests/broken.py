@@ -11,7 +11,7 @@ from tplora.adapter.dropout import ForwardSeed
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.sequence import CutSequence
-from tplora.collectives import reduce_partial
+from tplora.collectives.operators import reduce_partial
 from tplora.upstream import local_shard
 
 
@@ -85,7 +85,9 @@ BREAKS = {
     ),
     "gathered tokens that do not sum their gradient": (
         Case(is_cut=True),
-        lambda: mock.patch("tplora.collectives.share_gathered", lambda _, whole, __: whole),
+        lambda: mock.patch(
+            "tplora.collectives.shared_input.share_gathered", lambda _, whole, __: whole
+        ),
         "step 1: grad of .*lora_B",
     ),
     "a residual dropout of each rank's own": (

@@ -15,16 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from tests.communication import Recorded, count_collectives, kind_of
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
-from tplora import collectives
-from tplora.collectives import (
-    SharedInput,
-    all_gather_last_dim,
-    all_reduce,
+from tplora.collectives import operators
+from tplora.collectives.operators import (
     gather_last_dim,
     reduce_partial,
     replicate_input,
     split_last_dim,
 )
+from tplora.collectives.raw import all_gather, all_reduce
+from tplora.collectives.shared_input import SharedInput
 
 pytestmark = pytest.mark.world
 
@@ -63,7 +62,7 @@ def _raw_all_gather(size: int) -> None:
     full = _randn(2, 3, size)
     own = _own(full)
     before = own.clone()
-    found = all_gather_last_dim(own, size, dist.group.WORLD)
+    found = all_gather(own, size, dist.group.WORLD, dim=-1)
     assert_is_shard(shard=found, full=full, dim=None, what="gathered", is_exact=True)
     assert torch.equal(own, before)
     assert found.is_contiguous()
@@ -133,12 +132,12 @@ def _in_place_backward() -> None:
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
-    right = collectives._ReplicateInput.backward
-    collectives._ReplicateInput.backward = staticmethod(backward)
+    right = operators._ReplicateInput.backward
+    operators._ReplicateInput.backward = staticmethod(backward)
     try:
         _gradient_of_f_of_x_plus_x()
     finally:
-        collectives._ReplicateInput.backward = staticmethod(right)
+        operators._ReplicateInput.backward = staticmethod(right)
 
 
 def test_parity_sees_a_reduction_in_place(world):
@@ -186,7 +185,7 @@ def _communication(name: str) -> tuple[dict[str, int], dict[str, int]]:
     x.requires_grad_()
     args = (x, size, group) if name == "gather_last_dim" else (x, group)
     outputs: list[torch.Tensor] = []
-    forward = count_collectives(lambda: outputs.append(getattr(collectives, name)(*args)))
+    forward = count_collectives(lambda: outputs.append(getattr(operators, name)(*args)))
     backward = count_collectives(lambda: outputs[0].sum().backward())
     return forward, backward
 
@@ -202,7 +201,7 @@ def _counted_twice(name: str) -> tuple[dict[str, int], dict[str, int]]:
     args = (x, size, group) if name == "gather_last_dim" else (x, group)
 
     def run() -> None:
-        getattr(collectives, name)(*args).sum().backward()
+        getattr(operators, name)(*args).sum().backward()
 
     with CommDebugMode() as mode:
         run()

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from tplora.adapter.factor import shard_full
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.parameter import ParamWrapper
-from tplora.collectives import SharedInput, reduce_partial, replicate_input
+from tplora.collectives.operators import reduce_partial, replicate_input
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan.facts import ParameterFacts
 from tplora.plan.parameter import plan_parameter
 from tplora.upstream import local_shard, placement_of

@@ -20,7 +20,7 @@ from tplora.adapter.dropout import ShardedDropout
 from tplora.adapter.embedding import TploraEmbedding
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.layers import LINEAR_BY_CUT, shard_dropout
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan.layer import LayerPlan, plan_weight
 from tplora.plan.style import shard_range
 

@@ -10,9 +10,9 @@ from tests.adapter.models import load_tplora, lora, tokens
 from tests.communication import Recorded
 from tests.models import load
 from tests.rehearsal.models import write_model
-from tplora import kept_sums
+from tplora.collectives import kept_sums
+from tplora.collectives.kept_sums import keep_sums, kept_or_taken
 from tplora.errors import PlanError
-from tplora.kept_sums import keep_sums, kept_or_taken
 
 KEEPING = {"keep_reduced_outputs": True}
 ALL = {"target_modules": "all-linear"}

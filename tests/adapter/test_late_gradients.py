@@ -10,9 +10,9 @@ from tests.adapter.models import lora, tokens
 from tests.communication import Recorded
 from tests.models import world_size
 from tests.world import RankError
-from tplora import late_gradients
 from tplora.adapter.attach import attach_adapter
 from tplora.base.load import load_base
+from tplora.collectives import late_gradients
 
 pytestmark = pytest.mark.world
 

@@ -16,10 +16,11 @@ from tests.adapter.layers import Case, Layer, plain_linear
 from tests.communication import count_collectives
 from tests.parity import assert_is_shard, assert_same_on_all_ranks
 from tests.world import RankError
-from tplora import collectives
 from tplora.adapter import linear
 from tplora.adapter.gradients import GradientSync
-from tplora.collectives import SharedInput, reduce_partial
+from tplora.collectives import shared_input
+from tplora.collectives.operators import reduce_partial
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan import style as plan_style
 from tplora.plan.style import shard_range
 
@@ -225,7 +226,7 @@ def _shards_in_reverse(size: int, tp_rank: int, tp_size: int, _: int) -> list[tu
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "no bucket": (GradientSync, "_reduce", _no_bucket),
-    "no input reduction": (collectives, "replicate_input", _no_input_reduction),
+    "no input reduction": (shared_input, "replicate_input", _no_input_reduction),
     "joined after": (linear.RowParallelLoraLinear, "forward", _row_joined_after_the_reduction),
     "bias everywhere": (linear.RowParallelLoraLinear, "forward", _row_bias_on_every_rank),
     "wrong slice": (plan_style, "shard_ranges", _shards_in_reverse),

@@ -18,7 +18,7 @@ from tplora.adapter import parameter
 from tplora.adapter.factor import shard_full
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.parameter import ParamWrapper
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan.layer import plan_weight
 
 pytestmark = pytest.mark.world

@@ -16,7 +16,7 @@ from tplora.adapter.factor import Factor
 from tplora.adapter.gradients import GradientSync
 from tplora.adapter.local_module import LocalModule
 from tplora.adapter.tokens import TploraTokens
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan.facts import PartFacts
 from tplora.plan.style import shard_range
 from tplora.plan.tokens import plan_token_rows

@@ -18,7 +18,7 @@ from tests.zoo.build import VOCAB, build_model, tiny_config
 from tplora.base import mends, verify
 from tplora.base.load import load_base
 from tplora.base.mends import MENDS
-from tplora.collectives import all_reduce
+from tplora.collectives.raw import all_reduce
 from tplora.errors import ShardError
 from tplora.upstream import expanded_tp_plan
 

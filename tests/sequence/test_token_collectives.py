@@ -6,14 +6,14 @@ import torch.distributed as dist
 
 from tests.communication import count_collectives
 from tests.parity import assert_is_shard
-from tplora.collectives import SharedInput
-from tplora.plan.style import shard_range
-from tplora.token_collectives import (
+from tplora.collectives.operators import (
     gather_tokens,
     scatter_partial,
     share_gathered,
     split_tokens,
 )
+from tplora.collectives.shared_input import SharedInput
+from tplora.plan.style import shard_range
 
 pytestmark = pytest.mark.world
 OPERATORS = ("gather_tokens", "split_tokens", "scatter_partial", "share_gathered")

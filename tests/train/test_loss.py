@@ -16,7 +16,7 @@ from tests.world import RankError
 from tplora.adapter.head import chunked, softmax
 from tplora.adapter.head import statistics as loss
 from tplora.adapter.head.statistics import LabelStatistics, label_log_probs, label_statistics
-from tplora.collectives import replicate_input
+from tplora.collectives.operators import replicate_input
 from tplora.plan.style import shard_range
 
 V, H, R = 127, 6, 3

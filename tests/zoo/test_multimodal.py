@@ -31,7 +31,7 @@ from tplora.adapter.attach import attach_adapter
 from tplora.adapter.factor import shard_full
 from tplora.base import mends
 from tplora.base.load import check_shards, load_base
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.plan.build import build_plan
 from tplora.plan.report import plan_text
 from tplora.upstream import auto_class, local_shard

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tplora.collectives.kept_sums import KeepsSumsOfOthers, is_keeping_sums, keep_sums
 from tplora.errors import PlanError
-from tplora.kept_sums import KeepsSumsOfOthers, is_keeping_sums, keep_sums
 from tplora.upstream.recomputing import has_forward_of_style
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tplora.adapter.factor import Factor, Factors, delta_like, factors_of
 from tplora.adapter.initial import FromWholeWeight
 from tplora.adapter.merging import MergesLocally
 from tplora.adapter.variants import EMBEDDING_VARIANTS, LocalVariant
-from tplora.collectives import gather_last_dim, reduce_partial
+from tplora.collectives.operators import gather_last_dim, reduce_partial
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.facts import ModelFacts
 
 __all__ = ["run_on_pieces"]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tplora.adapter.data_axis import DataAxis
     from tplora.adapter.factor import Factor
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
 
 __all__ = ["GradientSync"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tplora.adapter.factor import Factor
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.layer import LayerPlan
 
 __all__ = ["ADAPTED", "LINEAR_BY_CUT", "building_layers", "cut_factors", "shard_dropout"]

@@ -23,7 +23,7 @@ from tplora.adapter.merging import MergesLocally, refuse_packed
 from tplora.adapter.project_down import can_project_down, project_down, project_up
 from tplora.adapter.variants import LINEAR_VARIANTS, LocalVariant, take_context
 from tplora.base.quantized_product import multiply
-from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
+from tplora.collectives.operators import gather_last_dim, reduce_partial, split_last_dim
 from tplora.upstream import local_shard, transform_output
 from tplora.upstream.quantization import is_quantized_linear
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tplora.collectives import SharedInput
-    from tplora.late_gradients import LateGradients
+    from tplora.collectives.late_gradients import LateGradients
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.layer import LayerPlan
 
 __all__ = ["ColumnParallelLoraLinear", "ReplicatedLoraLinear", "RowParallelLoraLinear",

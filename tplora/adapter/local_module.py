@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tplora.base.quantized_product import multiply
-from tplora.collectives import gather_last_dim, reduce_partial, split_last_dim
+from tplora.collectives.operators import gather_last_dim, reduce_partial, split_last_dim
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard, own_forward, transform_output
 from tplora.upstream.quantization import is_quantized_linear
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tplora.adapter.factor import Factor
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.trained import TrainedPlan
 
 __all__ = ["LocalModule", "local_module_of", "local_tensor"]

@@ -30,7 +30,7 @@ from tplora.adapter.sharded_base import check_sharded_base
 from tplora.adapter.tokens import TploraTokens
 from tplora.adapter.trained import building_trained, conflicts, cut_trained
 from tplora.adapter.variants.singular import SingularValues
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.errors import PlanError
 from tplora.plan.beside import plan_beside
 from tplora.plan.build import Plan, plan_layers

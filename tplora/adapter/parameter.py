@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tplora.adapter.factor import Factors, delta_like, factors_of, factors_of_linears
 from tplora.adapter.low_rank import LowRankSum
 from tplora.adapter.merging import MergesLocally
-from tplora.collectives import gather_last_dim
+from tplora.collectives.operators import gather_last_dim
 from tplora.upstream import local_shard, own_forward
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.layer import LayerPlan
 
 __all__ = ["ParamWrapper"]

@@ -22,7 +22,7 @@ from torch import nn
 from tplora.adapter.dropout import ShardedDropout, drop
 
 if TYPE_CHECKING:
-    from tplora.late_gradients import Held, LateGradients
+    from tplora.collectives.late_gradients import Held, LateGradients
 
 __all__ = ["can_project_down", "project_down", "project_up"]
 

@@ -34,12 +34,16 @@ from torch import nn
 
 from tplora.adapter.linear import RowParallelLoraLinear, TploraLinear
 from tplora.adapter.local_module import LocalModule, local_module_of
-from tplora.collectives import reduce_partial
+from tplora.collectives.operators import (
+    gather_tokens,
+    reduce_partial,
+    scatter_partial,
+    split_tokens,
+)
 from tplora.errors import PlanError, ShardError
 from tplora.plan.sequence import modules_of, with_token_gradients
 from tplora.plan.style import AROUND_EXPERTS, STYLES, shard_range
 from tplora.plan.trained import plan_part
-from tplora.token_collectives import gather_tokens, scatter_partial, split_tokens
 from tplora.upstream import own_forward
 from tplora.upstream.decoder import around_checkpoints
 from tplora.upstream.quantization import is_quantized_linear
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.build import Plan
     from tplora.plan.layer import LayerPlan
     from tplora.plan.sequence import SequencePlan, UnitPlan

@@ -14,7 +14,8 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 
 from tplora.adapter.factor import Factor, Factors, factors_of, placed_like
-from tplora.collectives import all_gather_last_dim, all_reduce, gather_last_dim, reduce_partial
+from tplora.collectives.operators import gather_last_dim, reduce_partial
+from tplora.collectives.raw import all_gather, all_reduce
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tplora.collectives import SharedInput
+    from tplora.collectives.shared_input import SharedInput
     from tplora.plan.trained import TrainedPlan
 
 __all__ = ["TploraTokens"]
@@ -138,9 +139,8 @@ class TploraTokens(TrainableTokensLayer):  # type: ignore[misc]
             return weight[tokens]
         assert self.plan.weight is not None
         if self.shard_dim == 1:
-            return all_gather_last_dim(
-                weight[tokens], self.plan.weight.shape[1], self.mesh.get_group()
-            )
+            size = self.plan.weight.shape[1]
+            return all_gather(weight[tokens], size, self.mesh.get_group(), dim=1)
         own = _Places.of(tuple(tokens), self.vocab_range, weight.device)
         rows = weight.new_zeros((len(tokens), weight.shape[1]))
         rows[own.rows] = weight[own.columns]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tplora.base.towers import give_inputs_of_layers
-from tplora.collectives import reduce_partial, replicate_input, split_last_dim
+from tplora.collectives.operators import reduce_partial, replicate_input, split_last_dim
 from tplora.errors import ShardError
 from tplora.upstream import MENDED_STYLES
 from tplora.upstream.loading import (

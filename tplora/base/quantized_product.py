@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tplora.collectives import gather_last_dim, reduce_partial, replicate_input, split_last_dim
+from tplora.collectives.operators import (
+    gather_last_dim,
+    reduce_partial,
+    replicate_input,
+    split_last_dim,
+)
 from tplora.plan.style import STYLES
 from tplora.upstream import expanded_tp_plan, local_shard, transform_output
 from tplora.upstream.quantization import (

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from tests.adapter.experts import PARAMETERS, Case, CutExperts, draw_inputs, plan_of
 from tests.communication import count_collectives
 from tplora.adapter.parameter import ParamWrapper
-from tplora.collectives import SharedInput
+from tplora.collectives.shared_input import SharedInput
 from tplora.upstream import local_shard
 
 LIBRARIES = ("frozen", "peft", "tplora")

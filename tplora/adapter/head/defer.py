@@ -17,7 +17,7 @@ from tplora.adapter.head.deferred import HeadShard, deferred
 from tplora.adapter.head.fused import install_fused_head
 from tplora.adapter.head.projection import Projection, head_module
 from tplora.adapter.head.reading import token_statistics
-from tplora.collectives import replicate_input
+from tplora.collectives.operators import replicate_input
 from tplora.plan.style import shard_range
 from tplora.upstream import local_shard, tp_mesh
 from tplora.upstream.quantization import is_quantized_linear

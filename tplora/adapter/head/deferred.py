@@ -22,7 +22,7 @@ import torch
 
 from tplora.adapter.head.deferred_tensor import DeferredTensor
 from tplora.adapter.head.statistics import LabelStatistics, label_log_probs, label_statistics
-from tplora.collectives import gather_last_dim
+from tplora.collectives.operators import gather_last_dim
 from tplora.errors import ShardError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tplora.adapter.factor import factors_of
 from tplora.adapter.variants.local import LocalVariant
 from tplora.base.quantized_product import dequantize, multiply
-from tplora.collectives import all_reduce
+from tplora.collectives.raw import all_reduce
 from tplora.upstream import local_shard, placement_of
 from tplora.upstream.quantization import is_quantized_linear
 

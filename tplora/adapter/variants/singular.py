@@ -18,7 +18,7 @@ from peft.tuners.lora.variants import KasaLinearVariant
 from tplora.adapter.factor import factors_of
 from tplora.adapter.initial import whole_weight
 from tplora.adapter.variants.local import LocalVariant
-from tplora.collectives import reduce_partial
+from tplora.collectives.operators import reduce_partial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""How the ranks of a tp group communicate: raw, differentiable, and when."""
